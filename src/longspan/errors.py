@@ -1,0 +1,40 @@
+"""Every error a user can meet. The message says what was found and what was expected; `remedy` what to do."""
+
+from __future__ import annotations
+
+
+class LongspanError(Exception):
+    """Base of all errors raised on purpose. `str()` is the message followed by the remedy."""
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        self.message = message
+        self.remedy = remedy
+        super().__init__(f"{message} {remedy}".strip())
+
+
+class ConfigError(LongspanError):
+    """config.json (or another file beside it) is missing something, contradicts itself or asks the unknown."""
+
+
+class CheckpointError(LongspanError):
+    """Weights or tokenizer files are truncated, missing, of the wrong shape or dtype, or corrupt."""
+
+
+class RequestError(LongspanError):
+    """A request cannot be honoured as asked (HTTP 400). `param` names the offending field."""
+
+    def __init__(self, message: str, *, param: str | None = None, remedy: str = "") -> None:
+        self.param = param
+        super().__init__(message, remedy=remedy)
+
+
+class OverloadedError(LongspanError):
+    """The request is fine but there is no room for it now (HTTP 429 or 503)."""
+
+
+class CapacityError(LongspanError):
+    """The options of an engine cannot be met by this machine or this model; says the largest legal number."""
+
+
+class NonFiniteError(LongspanError):
+    """The model produced NaN or infinity for one request; that request ends with this error, and no other."""
