@@ -1,0 +1,37 @@
+# make serve   set up, then serve the bundled checkpoint on http://127.0.0.1:8000
+# make test    set up, then run the tests
+# make setup   .venv with the `longspan` command; done once, again when pyproject.toml changes
+# make lint    ruff and pyright
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= models/k31-tiny
+PORT ?= 8000
+
+.PHONY: setup serve test lint clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Longspan needs Python 3.11 or later, found $$($(PYTHON) --version). Set PYTHON=python3.x"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "Python's venv module is missing. On Debian: apt-get install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+serve: setup
+	$(BIN)/longspan serve $(MODEL) --port $(PORT)
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
