@@ -1,10 +1,12 @@
 """OCP Microscaling formats (MX v1.0): FP4 (E2M1) and FP8 (E4M3) elements under shared E8M0 scales.
 
-Groups are 32 consecutive columns of the last axis; a group's value is `element * 2**(e - 127)`. Scale byte 0 means
-2**-127 and 255 means NaN, which is refused on decode: no weight is NaN on purpose. Nothing here rounds on decode.
+Groups are 32 consecutive columns of the last axis; each value is `element * 2**(e - 127)`. Scale byte 0 means
+2**-127; 255 means NaN and is refused on decode, for no weight is NaN on purpose. Decoding never rounds.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,9 +30,9 @@ _EXACT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 def _midpoints() -> Tensor:
     """[7] float32 such that `bucketize` rounds to the nearest code and ties to the even code."""
-    middles = [(a + b) / 2 for a, b in zip(E2M1_MAGNITUDES, E2M1_MAGNITUDES[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(E2M1_MAGNITUDES)]
     bounds = torch.tensor(middles, dtype=torch.float32)
-    # A value on a boundary falls below it; where the even code is the upper one, the boundary moves down one ulp.
+    # A value on a boundary falls below it; where the upper code is the even one, the boundary drops one ulp.
     bounds[1::2] = torch.nextafter(bounds[1::2], torch.tensor(0.0))
     return bounds
 
@@ -70,7 +72,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """[...] float -> [...] uint8 E4M3 "fn" bytes, nearest even, saturating at 448; NaN becomes 0x7f or 0xff."""
+    """[...] float -> [...] uint8 E4M3 "fn" bytes, nearest even, saturating at 448; NaN stays NaN."""
     return x.float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -116,7 +118,7 @@ def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """packed [..., n/2] uint8, scale [..., n/32] uint8 -> [..., n], exact in bfloat16, float32 and float64.
 
-    Raises CheckpointError on shapes or dtypes that do not fit, scale 255, or values beyond the range of `dtype`.
+    Raises CheckpointError on shapes or dtypes that do not fit, scale 255, values out of the range of `dtype`.
     """
     _check_pair(packed, scale, packed_columns=GROUP // 2, dtype=dtype)
     values = _E2M1_PAIRS.to(packed.device, dtype)[packed.int()].flatten(-2)
@@ -132,7 +134,7 @@ def quantize_mxfp8(w: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_mxfp8(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """codes [..., n] uint8 (E4M3), scale [..., n/32] uint8 -> [..., n]. Raises as `dequantize_mxfp4`.
 
-    Exact in float32 and float64 above 2**-126, in bfloat16 above 2**-117.
+    Exact in float32 and float64, and in bfloat16 for scale bytes from 3.
     """
     _check_pair(codes, scale, packed_columns=GROUP, dtype=dtype)
     return _apply_scale(decode_e4m3(codes, dtype), scale, dtype)
@@ -159,24 +161,23 @@ def _scaled_groups(w: Tensor, element_max_exponent: int) -> tuple[Tensor, Tensor
 def _check_pair(packed: Tensor, scale: Tensor, packed_columns: int, dtype: torch.dtype) -> None:
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise CheckpointError(
-            f"MX weights are bytes: found {packed.dtype} elements and {scale.dtype} scales, expected uint8 for both."
+            f"MX elements and scales are bytes: found {packed.dtype} and {scale.dtype}, expected uint8 for both."
         )
     if dtype not in _EXACT_DTYPES:
-        raise CheckpointError(
-            f"MX values are not exact in {dtype}; use one of {', '.join(map(str, _EXACT_DTYPES))}."
-        )
+        legal = ", ".join(map(str, _EXACT_DTYPES))
+        raise CheckpointError(f"MX values are not exact in {dtype}; use one of {legal}.")
     expected = (*packed.shape[:-1], packed.shape[-1] // packed_columns)
     if packed.shape[-1] % packed_columns or tuple(scale.shape) != expected:
         raise CheckpointError(
-            f"MX elements of shape {list(packed.shape)} need scales of shape {list(expected)} (one per {GROUP} values, "
-            f"{packed_columns} bytes); found {list(scale.shape)}."
+            f"MX elements of shape {list(packed.shape)} need scales of shape {list(expected)} "
+            f"(one per {GROUP} values, {packed_columns} bytes); found {list(scale.shape)}."
         )
 
 
 def _apply_scale(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     factor = decode_e8m0(scale, dtype).unsqueeze(-1)
     out = (values.unflatten(-1, (scale.shape[-1], GROUP)) * factor).flatten(-2)
-    # Only a scale above 2**119 can carry an element (at most 448) out of range: the scan is for corrupt files.
+    # Only a scale above 2**119 can carry an element (at most 448) out of range, and only in a corrupt file.
     if scale.numel() and scale.max() > E8M0_BIAS + 119 and torch.isinf(out).any():
         raise CheckpointError(
             f"MX scales up to 2**{int(scale.max()) - E8M0_BIAS} carry values beyond the range of {dtype}.",
