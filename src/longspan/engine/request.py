@@ -1,0 +1,179 @@
+"""What a caller may ask for: `SamplingParams` (vLLM's names and meanings) and `Request`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from longspan.errors import RequestError
+
+if TYPE_CHECKING:
+    from longspan.engine.readers import Reader
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when a reply ends. Raises RequestError for a value outside its legal range.
+
+    The order is vLLM's: logit_bias, min_tokens, penalties, constraint, temperature, min_p, top_k, top_p.
+    Temperature 0 is greedy and takes the lowest id on a tie. A seeded request gives the same tokens whatever
+    else is running.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0  # over the output
+    frequency_penalty: float = 0.0  # over the output
+    repetition_penalty: float = 1.0  # over prompt and output
+    logit_bias: dict[int, float] | None = None  # -100 bans the id
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: until the context is full
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None  # always a tuple after construction
+    stop_token_ids: Sequence[int] | None = None  # always a tuple after construction
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # top-N beside the chosen token, from the unchanged distribution
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_CHOICES)
+        _number("temperature", self.temperature, 0, None)
+        _number("top_p", self.top_p, 0, 1, low_is_legal=False)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0, 1)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0, None, low_is_legal=False)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, None)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise _illegal(name, getattr(self, name), "true or false")
+        self._normalise_stops()
+        self._normalise_bias()
+
+    def validate(self, vocab_size: int) -> None:
+        """Raises RequestError for token ids and counts that only make sense with a larger vocabulary."""
+        for token_id in self.stop_token_ids or ():
+            _integer("stop_token_ids", token_id, 0, vocab_size - 1)
+        for token_id in self.logit_bias or ():
+            _integer("logit_bias", token_id, 0, vocab_size - 1, what="token id")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, vocab_size)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def _normalise_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise _illegal("stop", text, "a non-empty string")
+        ids = tuple(self.stop_token_ids or ())
+        for token_id in ids:
+            _integer("stop_token_ids", token_id, 0, None)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    def _normalise_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict):
+            raise _illegal("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
+        for token_id, bias in self.logit_bias.items():
+            _integer("logit_bias", token_id, 0, None, what="token id")
+            _number("logit_bias", bias, -100, 100)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+
+class TokenConstraint(Protocol):
+    """Which tokens may come next. One object per choice; it sees every token of that choice in order."""
+
+    def allowed(self) -> Sequence[int] | None:
+        """Ids that may come next; None: any."""
+        ...
+
+    def push(self, token_id: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and `params.n` choices. Each choice gets its own reader and its own constraint."""
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    make_reader: Callable[[], Reader]
+    make_constraint: Callable[[], TokenConstraint] | None = None
+
+    def validate(self, vocab_size: int, max_model_len: int) -> None:
+        """Raises RequestError where prompt or params don't fit a model and context of these sizes."""
+        self.params.validate(vocab_size)
+        length = len(self.prompt_token_ids)
+        if length == 0:
+            raise RequestError(
+                "The prompt is empty.",
+                param="prompt",
+                remedy="Send at least one token; there is no default one.",
+            )
+        low, high = min(self.prompt_token_ids), max(self.prompt_token_ids)
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise RequestError(
+                f"The prompt has token id {bad}.",
+                param="prompt",
+                remedy=f"The model has ids 0 to {vocab_size - 1}.",
+            )
+        room = max_model_len - length
+        if room < 1:
+            raise RequestError(
+                f"The prompt has {length} tokens, max_model_len is {max_model_len}: no room for a reply.",
+                param="prompt",
+                remedy=f"Shorten it to {max_model_len - 1} tokens or fewer, or raise --max-model-len.",
+            )
+        for name in ("max_tokens", "min_tokens"):
+            wanted = getattr(self.params, name)
+            if wanted is not None and wanted > room:
+                raise RequestError(
+                    f"The prompt has {length} tokens and {name} is {wanted}, {length + wanted} in all, "
+                    f"but max_model_len is {max_model_len}.",
+                    param=name,
+                    remedy=f"Ask for {room} or fewer, shorten the prompt or raise --max-model-len.",
+                )
+
+
+def _illegal(name: str, value: Any, legal: str, what: str = "value") -> RequestError:
+    return RequestError(f"`{name}` has the {what} {value!r}.", param=name, remedy=f"Legal is {legal}.")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None, what: str = "value") -> None:
+    legal = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    integer = isinstance(value, int) and not isinstance(value, bool)
+    if not integer or value < low or (high is not None and value > high):
+        raise _illegal(name, value, legal, what)
+
+
+def _number(name: str, value: Any, low: float, high: float | None, low_is_legal: bool = True) -> None:
+    start = f"at least {low}" if low_is_legal else f"greater than {low}"
+    legal = f"a number {start}" + (f" and at most {high}" if high is not None else "")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    too_low = not number or value < low or (value == low and not low_is_legal)
+    if too_low or (high is not None and value > high):
+        raise _illegal(name, value, legal)
