@@ -7,9 +7,19 @@ be strided: a host may pack several kinds side by side in one page.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class SequenceRows(NamedTuple):
+    """Rows `begin:end` of a batch; row `begin` is token `context` of its sequence."""
+
+    begin: int
+    end: int
+    context: int
 
 
 @dataclass(frozen=True)
@@ -17,7 +27,8 @@ class StepBatch:
     """Tokens of several sequences packed end to end, T in all, S sequences.
 
     Sequence s owns rows `query_starts[s]:query_starts[s+1]`; `context_lens[s]` of its tokens are already in memory.
-    A sequence with `context_lens[s] == 0` starts from zero KDA state, whatever its slot holds.
+    A sequence with `context_lens[s] == 0` starts from zero KDA state, whatever its slot holds. What every layer asks
+    of a batch again and again is worked out once, on first use.
     """
 
     token_ids: Tensor  # [T] int64
@@ -36,11 +47,34 @@ class StepBatch:
     def num_seqs(self) -> int:
         return self.context_lens.shape[0]
 
-    def positions(self) -> Tensor:
+    @cached_property
+    def lengths(self) -> Tensor:
+        """[S] int64: rows of each sequence, 0 allowed."""
+        return self.query_starts[1:] - self.query_starts[:-1]
+
+    @cached_property
+    def row_seqs(self) -> Tensor:
+        """[T] int64: the sequence each row belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_seqs), self.lengths)
+
+    @cached_property
+    def row_positions(self) -> Tensor:
         """[T] int64: position of each row in its own sequence, counted from 0."""
-        lengths = self.query_starts[1:] - self.query_starts[:-1]
-        offset = torch.repeat_interleave(self.context_lens - self.query_starts[:-1], lengths)
-        return torch.arange(self.num_tokens) + offset
+        offset = self.context_lens - self.query_starts[:-1]
+        return torch.arange(self.num_tokens) + offset[self.row_seqs]
+
+    @cached_property
+    def sequences(self) -> list[SequenceRows]:
+        """The rows and the context of each sequence as plain numbers, for loops over ragged sequences."""
+        starts, contexts = self.query_starts.tolist(), self.context_lens.tolist()
+        return [
+            SequenceRows(b, e, c) for b, e, c in zip(starts[:-1], starts[1:], contexts, strict=True)
+        ]
+
+    @cached_property
+    def max_visible(self) -> int:
+        """The longest sequence that any row of this step sees, itself included; 0 for an empty batch."""
+        return max((s.context + s.end - s.begin for s in self.sequences if s.end > s.begin), default=0)
 
 
 @dataclass(frozen=True)
