@@ -51,7 +51,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step added to one choice. Text may come later than its tokens, while it could begin a stop string.
+    """What one step added to one choice. Text that could begin a stop string comes later than its tokens.
 
     `deltas` are `TextDelta`s from a `TextReader`, events of `longspan.chat` from a `ChatReader`.
     """

@@ -1,0 +1,1 @@
+"""Latent pages, index-key pages and KDA slots behind one `Memory`."""
