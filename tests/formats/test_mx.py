@@ -230,7 +230,7 @@ def test_scales_of_the_wrong_shape_or_dtype_are_refused():
         mx.dequantize_mxfp4(packed, torch.zeros(4, 2))
     with pytest.raises(CheckpointError, match="expected uint8"):
         mx.dequantize_mxfp4(packed.to(torch.bfloat16), torch.zeros(4, 2, dtype=torch.uint8))
-    with pytest.raises(CheckpointError, match="not exact in torch.float16"):
+    with pytest.raises(CheckpointError, match=r"not exact in torch\.float16"):
         mx.dequantize_mxfp4(packed, torch.zeros(4, 2, dtype=torch.uint8), torch.float16)
 
 

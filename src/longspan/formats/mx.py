@@ -161,7 +161,7 @@ def _scaled_groups(w: Tensor, element_max_exponent: int) -> tuple[Tensor, Tensor
 def _check_pair(packed: Tensor, scale: Tensor, packed_columns: int, dtype: torch.dtype) -> None:
     if packed.dtype != torch.uint8 or scale.dtype != torch.uint8:
         raise CheckpointError(
-            f"MX elements and scales are bytes: found {packed.dtype} and {scale.dtype}, expected uint8 for both."
+            f"MX elements and scales are {packed.dtype} and {scale.dtype}; expected uint8 for both."
         )
     if dtype not in _EXACT_DTYPES:
         legal = ", ".join(map(str, _EXACT_DTYPES))
