@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import pytest
 from longspan.chat import Tokenizer
 
 CORPUS = (
-    "message role user assistant system tool index think response tools call argument json key type string number "
-    "the weather in Oslo is cold and the stock level of the item is low, so it is best to wait for the next one. "
-    'get_weather get_wealth search {"city": "Oslo", "unit": "C"} 你好世界 안녕하세요 한국어 👩‍👩‍👧 déjà vu naïve aaaaaaaaaaaaaaaa\n'
+    "message role user assistant system tool index think response tools call argument json key type string "
+    "number the weather in Oslo is cold and the stock level of the item is low, so it is best to wait for the "
+    'next one. get_weather get_wealth search {"city": "Oslo", "unit": "C"} '
+    "你好世界 안녕하세요 한국어 👩‍👩‍👧 déjà vu naïve aaaaaaaaaaaaaaaa\n"
 )
 NAMED = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
 MEDIA = ["<|media_begin|>", "<|media_content|>", "<|media_end|>", "<|media_pad|>"]
@@ -25,7 +27,7 @@ def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
     tokens = [bytes([byte]) for byte in range(256)]
     line = [bytes([byte]) for byte in text.encode()]
     for _ in range(num_merges):
-        left, right = Counter(zip(line, line[1:], strict=False)).most_common(1)[0][0]
+        left, right = Counter(pairwise(line)).most_common(1)[0][0]
         merged, i = [], 0
         while i < len(line):
             joined = line[i : i + 2] == [left, right]

@@ -60,7 +60,8 @@ def test_a_turn_with_a_call_and_its_result_reads_as_the_format_shows():
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
     ]
     assert text_of(messages, add_generation_prompt=False) == (
-        '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>Need the stock level.<|close|>think<|sep|>'
+        '<|open|>message role="assistant"<|sep|>'
+        "<|open|>think<|sep|>Need the stock level.<|close|>think<|sep|>"
         "<|open|>response<|sep|><|close|>response<|sep|><|open|>tools<|sep|>"
         '<|open|>call tool="stock" index="1"<|sep|><|open|>argument key="sku" type="string"<|sep|>A-17'
         '<|close|>argument<|sep|><|open|>argument key="limits" type="object"<|sep|>{"min": 1}'
@@ -270,7 +271,7 @@ def hostile_conversation(text: str) -> list[dict]:
 
 def test_markers_typed_anywhere_never_become_control_tokens(tokenizer: Tokenizer):
     options = {"tools": [{"function": {"name": "T"}}], "response_format": {"type": "json_object"}}
-    benign = tokenizer.encode_segments(render(hostile_conversation("x"), **options))
+    benign = tokenizer.encode_segments(render(hostile_conversation("y"), **options))
     segments = render(hostile_conversation(MARKERS), **options)
     ids = tokenizer.encode_segments(segments)
     controls = [i for i in ids if i >= tokenizer.n_base]

@@ -1,6 +1,6 @@
 """OpenAI-style chat messages -> typed, validated messages, tool results matched to their calls.
 
-Everything that can be wrong with a conversation is found here, as a RequestError whose `param` names the field.
+Everything wrong with a conversation is found here, as a RequestError whose `param` names the field.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Image:
-    """The place of an image in a content; its pixels are somebody else's. `where` is the field it came from."""
+    """The place of an image in a content; `where` is the field it came from."""
 
     where: str
 
@@ -103,7 +103,7 @@ def _results_since_assistant(parsed: list[Message]) -> int:
 
 
 def _resolve(run: list[tuple[str, ToolResult]], calls: tuple[Call, ...], offset: int) -> list[ToolResult]:
-    """Numbers one run of consecutive tool messages; `offset` results since the assistant message came before it.
+    """Numbers one run of consecutive tool messages, `offset` results after the assistant message.
 
     If every message names a call by id, the run is put in the order of the calls and takes the calls' names.
     Otherwise the order stays and a name comes from the message itself, else from the call at its position.
@@ -120,8 +120,8 @@ def _resolve(run: list[tuple[str, ToolResult]], calls: tuple[Call, ...], offset:
         tool = result.tool or (calls[index - 1].name if index <= len(calls) else "")
         if not tool:
             raise RequestError(
-                f"{where} is the result of an unknown tool: its tool_call_id {result.call_id!r} is no call of the "
-                f"assistant message before it, and there is no call number {index}.",
+                f"{where} is the result of an unknown tool: its tool_call_id {result.call_id!r} is no "
+                f"call of the assistant message before it, and there is no call number {index}.",
                 param=where,
                 remedy="Give tool_call_id the id of the call, or name the tool.",
             )
@@ -139,9 +139,7 @@ def _parse_message(message: Any, where: str) -> Message:
         tools = message.get("tools")
         if tools:
             if message.get("content"):
-                raise _error(
-                    f"{where}.content", "given beside tools", "tools and content in messages of their own"
-                )
+                raise _error(f"{where}.content", "given beside tools", "a message of its own for each")
             return ToolDeclaration(check_tools(tools, f"{where}.tools"))
         role = "system"
     content = _content(message.get("content"), f"{where}.content")

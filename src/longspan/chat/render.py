@@ -77,9 +77,10 @@ def render(
 ) -> list[Segment]:
     """Renders a conversation of OpenAI-style messages.
 
-    `thinking` opens the think channel and keeps earlier reasoning. `thinking_effort` None tells the model nothing.
-    `images` are the slots of the image parts in order of appearance; `()` refuses image parts, and None writes
-    a placeholder text for each, as the vendor's text-only rendering does. Raises RequestError naming the field.
+    `thinking` opens the think channel and keeps earlier reasoning; `thinking_effort` None tells the model
+    nothing. `images` are the slots of the image parts in order of appearance; `()` refuses image parts, and
+    None writes a placeholder text for each, as the vendor's text-only rendering does. Raises RequestError
+    naming the field.
     """
     if thinking_effort is not None and thinking_effort not in EFFORTS:
         raise RequestError(

@@ -1,7 +1,7 @@
 """Text <-> token ids: byte-level BPE of a published `tiktoken.model`, and the 256 special ids behind it.
 
-`encode` never yields a special id; only `encode_segments` does, and only from segments marked special. The merging
-is tiktoken's; slicing, special ids and decoding are ours.
+`encode` never yields a special id; only `encode_segments` does, and only from segments marked special. The
+merging is tiktoken's; slicing, special ids and decoding are ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tiktoken
 
-from longspan.chat.xtml import Segment
+from longspan.chat.xtml import CONTROL_TOKENS, Segment
 from longspan.errors import CheckpointError, RequestError
 
 NUM_SPECIAL = 256
@@ -64,7 +64,7 @@ def slices(text: str) -> list[str]:
 class IncrementalDecoder:
     """Token ids to text, one at a time; holds back a character until its last byte is there.
 
-    The concatenation of all results equals `Tokenizer.decode` of all ids. With `skip_special` special ids are silent.
+    All results joined equal `Tokenizer.decode` of all ids. With `skip_special` special ids are silent.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = False) -> None:
@@ -88,7 +88,7 @@ class Tokenizer:
     """Base ids 0 to `n_base` - 1, special ids `n_base` to `n_base` + 255, `vocab_size` in all."""
 
     def __init__(self, ranks: dict[bytes, int], special_names: dict[int, str]) -> None:
-        """`ranks`: bytes of each base token -> id. `special_names`: special id -> name; the others are reserved.
+        """`ranks`: bytes of a base token -> id. `special_names`: special id -> name; the rest are reserved.
 
         Raises CheckpointError where ids are missing, double or out of range.
         """
@@ -109,7 +109,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer:
-        """Reads `tiktoken.model` and `tokenizer_config.json`. Raises CheckpointError if either is missing or bad."""
+        """Reads `tiktoken.model` and `tokenizer_config.json`. Raises CheckpointError if one is bad."""
         directory = Path(path)
         return cls(
             _read_ranks(directory / "tiktoken.model"),
@@ -132,7 +132,7 @@ class Tokenizer:
         return [token_id for part in slices(text) for token_id in self._bpe.encode_ordinary(part)]
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
-        """Ids of a rendered prompt. Raises CheckpointError if this tokenizer lacks a control token it needs."""
+        """Ids of a rendered prompt. Raises CheckpointError if this tokenizer lacks its control tokens."""
         ids: list[int] = []
         for segment in segments:
             if segment.special:
@@ -165,20 +165,20 @@ class Tokenizer:
         if name not in self.special:
             raise CheckpointError(
                 f"The tokenizer has no special token {name}, which the chat format of Kimi K3 needs.",
-                remedy="Chat needs a Kimi K3 tokenizer_config.json; other checkpoints can be used for completions.",
+                remedy="Chat needs the tokenizer of Kimi K3; other checkpoints can serve completions.",
             )
         return self.special[name]
 
     def _encode_special(self, text: str) -> list[int]:
         if text in self.special:
             return [self.special[text]]
+        if text in CONTROL_TOKENS:
+            self.special_id(text)
         ids: list[int] = []
         end = 0
         for match in self._special_pattern.finditer(text):
             ids += [*self.encode(text[end : match.start()]), self.special[match[0]]]
             end = match.end()
-        if end == 0:
-            self.special_id(text)
         return ids + self.encode(text[end:])
 
 
@@ -193,7 +193,7 @@ def _check_ranks(ranks: dict[bytes, int]) -> None:
     absent = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if absent:
         raise CheckpointError(
-            f"tiktoken.model has no token for {len(absent)} of the 256 single bytes, the first is {absent[0]}.",
+            f"tiktoken.model lacks {len(absent)} of the 256 single-byte tokens, the first is {absent[0]}.",
             remedy="Every byte needs a token of its own; fetch the file again.",
         )
 

@@ -1,7 +1,7 @@
 """The XTML markup of Kimi K3: control tokens, segments, and tags out and in.
 
-A prompt is a list of segments, each tokenised on its own. Only a segment with `special=True` may yield control ids,
-and only this module and `render` make such segments, so nothing a user writes can become markup.
+A prompt is a list of segments, each tokenised on its own. Only a segment with `special=True` may yield control
+ids, and only this module and `render` make such segments, so nothing a user writes can become markup.
 """
 
 from __future__ import annotations
@@ -73,6 +73,6 @@ _ATTRIBUTE = re.compile(r'([^\s="]+)\s*=\s*"([^"]*)')
 
 
 def parse_tag(header: str) -> tuple[str, dict[str, str]]:
-    """What stands between open (or close) and sep -> (tag name, attributes unescaped); name "" if there is none."""
+    """What stands between open (or close) and sep -> (tag name or "", attributes unescaped)."""
     name, *rest = header.split(maxsplit=1) or [""]
     return name, {key: unescape(value) for key, value in _ATTRIBUTE.findall(rest[0] if rest else "")}
