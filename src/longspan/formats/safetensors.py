@@ -1,6 +1,6 @@
 """safetensors files and sharded checkpoints: headers read and checked at once, tensors mapped when asked for.
 
-Layout of a file: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, data.
+A file is 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, the data.
 Offsets count from the end of the header. Reading headers needs no torch; `Checkpoint.tensor` imports it.
 """
 
@@ -321,14 +321,15 @@ def _map_read_only(file: Path) -> Tensor:
     pages = np.frombuffer(memoryview(mapped), dtype=np.uint8)
     # torch has no read-only tensors and warns of read-only buffers; the same pages by address stay quiet.
     buffer = (ctypes.c_uint8 * pages.nbytes).from_address(pages.ctypes.data)
-    setattr(buffer, "owner", pages)  # the mapping lives as long as any tensor on it
+    # The mapping must live as long as any tensor on it.
+    buffer.owner = pages  # pyright: ignore[reportAttributeAccessIssue]
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def save_file(
     tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write one file, tensor by tensor, under a temporary name: a reader sees the old file or the whole new one.
+    """Write one file, tensor by tensor, under a temporary name: readers see the old file or the whole new one.
 
     Raises CheckpointError for a dtype the format does not know.
     """
