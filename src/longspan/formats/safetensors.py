@@ -329,7 +329,7 @@ def _map_read_only(file: Path) -> Tensor:
 def save_file(
     tensors: Mapping[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None
 ) -> None:
-    """Write one file, tensor by tensor, under a temporary name: readers see the old file or the whole new one.
+    """Write one file, tensor by tensor, under a temporary name: readers see the old file or the new.
 
     Raises CheckpointError for a dtype the format does not know.
     """
