@@ -228,7 +228,7 @@ def test_a_placeholder_typed_by_a_user_takes_no_image():
         ([assistant(call("f", 3))], "messages[0].tool_calls[0].function.arguments", "an object, or a string"),
         ([{"role": "system", "tools": "x"}], "messages[0].tools", "a list of tools"),
         ([{"role": "system", "tools": ["x"]}], "messages[0].tools[0]", "an object"),
-        ([{"role": "system", "tools": [{}], "content": "x"}], "messages[0].content", "messages of their own"),
+        ([{"role": "system", "tools": [{}], "content": "x"}], "messages[0].content", "a message of its own"),
     ],
 )
 def test_a_bad_message_is_refused_with_the_name_of_its_field(messages, param, says):

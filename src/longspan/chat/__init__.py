@@ -1,15 +1,39 @@
 """Text in and out: tokenizer, XTML prompts, replies read back, forced tool calls."""
 
 from longspan.chat.render import DEFAULT_EFFORT, EFFORTS, ImageSlot, render
+from longspan.chat.reply import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    Reply,
+    ToolCall,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
+from longspan.chat.reply_parser import ReplyParser
+from longspan.chat.stop import StopMatcher
 from longspan.chat.tokenizer import IncrementalDecoder, Tokenizer
 from longspan.chat.xtml import Segment
 
 __all__ = [
     "DEFAULT_EFFORT",
     "EFFORTS",
+    "ContentDelta",
+    "Event",
     "ImageSlot",
     "IncrementalDecoder",
+    "ReasoningDelta",
+    "Reply",
+    "ReplyParser",
     "Segment",
+    "StopMatcher",
     "Tokenizer",
+    "ToolCall",
+    "ToolCallArguments",
+    "ToolCallEnd",
+    "ToolCallStart",
+    "collect",
     "render",
 ]

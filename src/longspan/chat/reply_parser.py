@@ -1,0 +1,253 @@
+"""Reads a reply of Kimi K3 as it is generated: a state machine fed with token ids or with pieces of text.
+
+What goes where, for any input, well-formed or not:
+
+- Text in the think channel is reasoning, text in the response channel is content, text in an argument or json block
+  of a call is arguments. Text between tags is content too, unless it is blank.
+- Blank content beside tool calls is dropped; otherwise every character outside of tags comes out exactly once.
+- A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is ignored, and
+  its body belongs to where it stands: so does the body of a call without a name.
+- A call that the reply's end cuts off stays, not `complete`, with the part of its arguments that came.
+- A tag without its sep counts if its name is known and a control token follows; at the end of the reply it is
+  dropped. If its name is not the beginning of a known one, it is text.
+- The reply is over at end-of-message; what follows is not read.
+
+By ids a tag is made of control ids only, so text that looks like a marker is text. By text that cannot be told.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from longspan.chat import xtml
+from longspan.chat.arguments import ArgumentWriter
+from longspan.chat.reply import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    Reply,
+    ToolCallArguments,
+    ToolCallEnd,
+    ToolCallStart,
+    collect,
+)
+from longspan.chat.stop import held_suffix
+from longspan.chat.tokenizer import Tokenizer
+
+Channel = Literal["think", "response", "tools", "between", "end"]
+
+_TAGS = ("think", "response", "tools", "call", "argument", "json", "message")
+_MARKER = re.compile("|".join(map(re.escape, xtml.CONTROL_TOKENS)))
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex}"
+
+
+@dataclass(frozen=True)
+class _OpenCall:
+    index: int
+    arguments: ArgumentWriter
+
+
+class ReplyParser:
+    """Feed it with `push` or with `push_text`, then call `finish`. Events joined equal `reply`, for every split.
+
+    `thinking`: the prompt opened the think channel, otherwise the response channel. Nothing here raises on what a
+    model may write. Raises CheckpointError if the tokenizer has no chat tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, thinking: bool, call_id: Callable[[], str] = new_call_id
+    ) -> None:
+        self._controls = {tokenizer.special_id(token): token for token in xtml.CONTROL_TOKENS}
+        self._n_base = tokenizer.n_base
+        self._decoder = tokenizer.incremental()
+        self._call_id = call_id
+        self._channel: Channel = "think" if thinking else "response"
+        self._header: list[str] | None = None  # text since an open or close token
+        self._closing = False
+        self._call: _OpenCall | None = None
+        self._num_calls = 0
+        self._blank: list[str] = []  # blank text between tags, dropped if nothing else comes
+        self._in_gap_text = False
+        self._lead: list[str] = []  # blanks at the start of the content
+        self._content_started = False
+        self._held = ""  # of `push_text`: maybe the start of a marker
+        self._events: list[Event] = []
+        self._all: list[Event] = []
+
+    @property
+    def channel(self) -> Channel:
+        """Where the next token falls."""
+        return self._channel
+
+    @property
+    def reply(self) -> Reply:
+        """All events so far, added up."""
+        return collect(self._all)
+
+    def push(self, token_ids: Iterable[int]) -> list[Event]:
+        for token_id in token_ids:
+            if token_id < self._n_base:
+                self._text(self._decoder.push(token_id))
+                continue
+            self._text(self._decoder.flush())
+            if token_id in self._controls:
+                self._control(self._controls[token_id])
+        return self._take()
+
+    def push_text(self, piece: str) -> list[Event]:
+        text = self._held + piece
+        end = 0
+        for marker in _MARKER.finditer(text):
+            self._text(text[end : marker.start()])
+            self._control(marker[0])
+            end = marker.end()
+        keep = len(text) - held_suffix(text[end:], xtml.CONTROL_TOKENS)
+        self._text(text[end:keep])
+        self._held = text[keep:]
+        return self._take()
+
+    def finish(self) -> list[Event]:
+        """The reply is over, cut off or not. Further input is ignored."""
+        self._text(self._decoder.flush() + self._held)
+        self._held = ""
+        if self._header is not None:
+            header, self._header = "".join(self._header), None
+            if not _may_be_tag(header):
+                self._body(header)
+        self._end()
+        return self._take()
+
+    def _take(self) -> list[Event]:
+        events, self._events = self._events, []
+        self._all += events
+        return events
+
+    def _emit(self, event: Event) -> None:
+        last = self._events[-1] if self._events else None
+        match last, event:
+            case (ReasoningDelta(), ReasoningDelta(text)) | (ContentDelta(), ContentDelta(text)):
+                self._events[-1] = replace(last, text=last.text + text)
+            case ToolCallArguments(), ToolCallArguments(index, text) if last.index == index:
+                self._events[-1] = replace(last, text=last.text + text)
+            case _:
+                self._events.append(event)
+
+    def _text(self, text: str) -> None:
+        if self._header is not None:
+            self._header.append(text)
+        elif text:
+            self._body(text)
+
+    def _control(self, token: str) -> None:
+        if self._header is not None:
+            header, self._header = "".join(self._header), None
+            name, attributes = xtml.parse_tag(header)
+            if token == xtml.SEP or name in _TAGS:
+                self._tag(name, attributes)
+            elif not _may_be_tag(header):
+                self._body(header)
+        self._blank, self._in_gap_text = [], False
+        if token in (xtml.OPEN, xtml.CLOSE) and self._channel != "end":
+            self._header, self._closing = [], token == xtml.CLOSE
+        elif token == xtml.END_OF_MSG:
+            self._end()
+
+    def _tag(self, name: str, attributes: dict[str, str]) -> None:
+        if self._closing:
+            self._close_tag(name)
+        else:
+            self._open_tag(name, attributes)
+
+    def _open_tag(self, name: str, attributes: dict[str, str]) -> None:
+        match name:
+            case "think" | "response" | "tools":
+                self._end_call()
+                self._channel = name
+            case "call":
+                self._end_call()
+                self._channel = "tools"
+                if attributes.get("tool"):
+                    self._start_call(attributes["tool"])
+            case "argument" | "json" if self._call and self._call.arguments.can_open(name):
+                self._close_value(self._call)
+                if name == "json":
+                    self._call.arguments.open_json()
+                else:
+                    key, kind = attributes.get("key", ""), attributes.get("type", "string")
+                    self._emit_arguments(self._call, self._call.arguments.open_argument(key, kind))
+
+    def _close_tag(self, name: str) -> None:
+        match name:
+            case "argument" | "json" if self._call:
+                self._close_value(self._call)
+            case "call":
+                self._end_call()
+            case "tools" | "message":
+                self._end_call()
+                self._channel = "between"
+            case "think" | "response" if self._channel == name:
+                self._channel = "between"
+
+    def _body(self, text: str) -> None:
+        if self._channel == "end":
+            return
+        if self._call and self._call.arguments.in_value:
+            self._emit_arguments(self._call, self._call.arguments.text(text))
+        elif self._channel == "think":
+            self._emit(ReasoningDelta(text))
+        elif self._channel == "response":
+            self._content(text)
+        else:
+            self._blank.append(text)
+            if self._in_gap_text or text.strip():
+                self._content("".join(self._blank))
+                self._blank, self._in_gap_text = [], True
+
+    def _content(self, text: str) -> None:
+        if not self._content_started:
+            self._lead.append(text)
+            if not text.strip():
+                return
+            text, self._lead, self._content_started = "".join(self._lead), [], True
+        self._emit(ContentDelta(text))
+
+    def _start_call(self, name: str) -> None:
+        self._call = _OpenCall(self._num_calls, ArgumentWriter())
+        self._emit(ToolCallStart(self._num_calls, self._call_id(), name))
+        self._num_calls += 1
+
+    def _emit_arguments(self, call: _OpenCall, text: str) -> None:
+        if text:
+            self._emit(ToolCallArguments(call.index, text))
+
+    def _close_value(self, call: _OpenCall) -> None:
+        if call.arguments.in_value:
+            self._emit_arguments(call, call.arguments.close_value())
+
+    def _end_call(self) -> None:
+        if self._call:
+            self._close_value(self._call)
+            self._emit_arguments(self._call, self._call.arguments.close())
+            self._emit(ToolCallEnd(self._call.index))
+            self._call = None
+
+    def _end(self) -> None:
+        if self._call:
+            self._emit_arguments(self._call, self._call.arguments.cut())
+            self._call = None
+        if self._lead and not self._num_calls:
+            self._emit(ContentDelta("".join(self._lead)))
+        self._lead = []
+        self._channel = "end"
+
+
+def _may_be_tag(header: str) -> bool:
+    name, _ = xtml.parse_tag(header)
+    return any(tag.startswith(name) for tag in _TAGS)
