@@ -1,7 +1,7 @@
 """What one step computes (`StepBatch`) and where each layer's memory lives (the views).
 
-Operators and the model see nothing else of the host, so the embedded engine and vLLM can both drive them. Views may
-be strided: a host may pack several kinds side by side in one page.
+Operators and the model see nothing else of the host, so the embedded engine and vLLM can both drive them.
+Views may be strided: a host may pack several kinds side by side in one page.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ class SequenceRows(NamedTuple):
 class StepBatch:
     """Tokens of several sequences packed end to end, T in all, S sequences.
 
-    Sequence s owns rows `query_starts[s]:query_starts[s+1]`; `context_lens[s]` of its tokens are already in memory.
-    A sequence with `context_lens[s] == 0` starts from zero KDA state, whatever its slot holds. What every layer asks
-    of a batch again and again is worked out once, on first use.
+    Sequence s owns rows `query_starts[s]:query_starts[s+1]`; `context_lens[s]` of its tokens are already in
+    memory. A sequence with `context_lens[s] == 0` starts from zero KDA state, whatever its slot holds. What
+    every layer asks of a batch again and again is worked out once, on first use.
     """
 
     token_ids: Tensor  # [T] int64
     query_starts: Tensor  # [S+1] int64, ascending from 0 to T
     context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, max_pages] int64 page numbers; entries past a sequence's end are never read
-    slot_mapping: Tensor  # [T] int64, page * page_size + offset: where the row's latent and index key are written
+    slot_mapping: (
+        Tensor  # [T] int64, page * page_size + offset: where the row's latent and index key are written
+    )
     state_slots: Tensor  # [S] int64, the KDA slot of each sequence
     logit_rows: Tensor  # [R] int64, rows whose logits are wanted
 
@@ -67,9 +69,7 @@ class StepBatch:
     def sequences(self) -> list[SequenceRows]:
         """The rows and the context of each sequence as plain numbers, for loops over ragged sequences."""
         starts, contexts = self.query_starts.tolist(), self.context_lens.tolist()
-        return [
-            SequenceRows(b, e, c) for b, e, c in zip(starts[:-1], starts[1:], contexts, strict=True)
-        ]
+        return [SequenceRows(b, e, c) for b, e, c in zip(starts[:-1], starts[1:], contexts, strict=True)]
 
     @cached_property
     def max_visible(self) -> int:

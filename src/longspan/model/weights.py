@@ -1,0 +1,315 @@
+"""Weight names -> what the decoder computes with. The quirks of checkpoints end here.
+
+A tensor whose dtype on disk is the model's is used where it lies, memory-mapped. Others are converted one at
+a time. Routed experts are looked up when first hit and never unpacked, so start-up does not touch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from longspan.config import ModelConfig
+from longspan.errors import CheckpointError
+from longspan.formats.mx import E8M0_NAN
+from longspan.formats.progress import track
+from longspan.formats.safetensors import Checkpoint
+from longspan.ops.experts import ExpertWeights, MxfpWeight
+from longspan.ops.kda import KdaWeights
+from longspan.ops.mla_prologue import IndexerWeights, MlaWeights, QueryLora
+from longspan.ops.router import RouterWeights
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """b @ a @ x."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+
+
+@dataclass(frozen=True)
+class KdaAttention:
+    """A KDA layer. P = heads * head_dim."""
+
+    q: Tensor  # [P, hidden]
+    k: Tensor  # [P, hidden]
+    v: Tensor  # [P, hidden]
+    forget: LowRank
+    beta: Tensor  # [heads, hidden]
+    gate: Tensor | LowRank  # [P, hidden], or of low rank (Kimi-Linear)
+    core: KdaWeights
+    output: Tensor  # [hidden, P]
+
+
+@dataclass(frozen=True)
+class MlaAttention:
+    """A full-attention layer."""
+
+    core: MlaWeights
+    gate: Tensor | None  # [heads * value, hidden]
+    output: Tensor  # [hidden, heads * value]
+
+
+@dataclass(frozen=True)
+class DenseFfn:
+    """Gated MLP: the dense layers and the shared experts."""
+
+    gate: Tensor  # [width, hidden]
+    up: Tensor  # [width, hidden]
+    down: Tensor  # [hidden, width]
+
+
+@dataclass(frozen=True)
+class LatentProjection:
+    """Into the latent size of the experts and back."""
+
+    down: Tensor  # [latent, hidden]
+    norm: Tensor | None  # [latent]
+    up: Tensor  # [hidden, latent]
+
+
+@dataclass(frozen=True)
+class MoeFfn:
+    """Router, routed experts and what surrounds them."""
+
+    router: RouterWeights
+    latent: LatentProjection | None
+    bank: Sequence[ExpertWeights]
+    shared: DenseFfn | None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. The residuals are norm weight times score vector, [hidden] float32; None when plain."""
+
+    attention_norm: Tensor  # [hidden]
+    ffn_norm: Tensor  # [hidden]
+    attention_residual: Tensor | None
+    ffn_residual: Tensor | None
+    attention: KdaAttention | MlaAttention
+    ffn: DenseFfn | MoeFfn
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """The whole text model."""
+
+    embed: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    output_residual: Tensor | None  # [hidden] float32
+    norm: Tensor  # [hidden]
+    lm_head: Tensor  # [vocab, hidden]
+
+
+class TensorSource(Protocol):
+    """Tensors by their canonical (published K3) name, whatever the file calls them."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class RenamedCheckpoint:
+    """A checkpoint read by canonical names."""
+
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, str]) -> None:
+        self._checkpoint = checkpoint
+        self._names = names  # canonical -> name in the file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def tensor(self, name: str) -> Tensor:
+        return self._checkpoint.tensor(self._names[name])
+
+
+def build_weights(source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> DecoderWeights:
+    """All weights but the routed experts, in `dtype`. Names and shapes must have been checked."""
+    reader = _Reader(source, config, dtype)
+    layers = tuple(
+        reader.layer(layer) for layer in track(range(config.num_layers), "Loading weights", config.num_layers)
+    )
+    embed = reader.weight("model.embed_tokens.weight")
+    residual = config.attn_res_block_size is not None
+    return DecoderWeights(
+        embed=embed,
+        layers=layers,
+        output_residual=reader.residual("model.output_attn_res") if residual else None,
+        norm=reader.weight("model.norm.weight"),
+        lm_head=embed if config.tie_word_embeddings else reader.weight("lm_head.weight"),
+    )
+
+
+class _Reader:
+    def __init__(self, source: TensorSource, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._source = source
+        self._config = config
+        self._dtype = dtype
+
+    def weight(self, name: str) -> Tensor:
+        return self._source.tensor(name).to(self._dtype)
+
+    def wide(self, name: str) -> Tensor:
+        return self._source.tensor(name).float()
+
+    def residual(self, prefix: str) -> Tensor:
+        """Norm weight times score vector in float32; the latter is stored as [1, hidden]."""
+        return self.wide(f"{prefix}_norm.weight") * self.wide(f"{prefix}_proj.weight").view(-1)
+
+    def layer(self, layer: int) -> LayerWeights:
+        prefix = f"model.layers.{layer}"
+        residual = self._config.attn_res_block_size is not None
+        attention = self._mla if self._config.is_full_attention(layer) else self._kda
+        return LayerWeights(
+            attention_norm=self.weight(f"{prefix}.input_layernorm.weight"),
+            ffn_norm=self.weight(f"{prefix}.post_attention_layernorm.weight"),
+            attention_residual=self.residual(f"{prefix}.self_attention_res") if residual else None,
+            ffn_residual=self.residual(f"{prefix}.mlp_res") if residual else None,
+            attention=attention(f"{prefix}.self_attn"),
+            ffn=self._moe(f"{prefix}.block_sparse_moe")
+            if self._config.is_moe(layer)
+            else self._dense(f"{prefix}.mlp"),
+        )
+
+    def _kda(self, prefix: str) -> KdaAttention:
+        kda = self._config.kda
+        # Conv weights are [P, 1, kernel], in some exports [P, kernel].
+        conv = [
+            self.wide(f"{prefix}.{x}_conv1d.weight").reshape(-1, kda.conv_kernel_size)
+            for x in ("q", "k", "v")
+        ]
+        core = KdaWeights(
+            conv=torch.cat(conv),
+            # [1, 1, heads, 1] in Kimi-Linear; padded with zeros beyond the heads in K3.
+            a_log=self.wide(f"{prefix}.A_log").reshape(-1)[: kda.num_heads],
+            dt_bias=self.wide(f"{prefix}.dt_bias").reshape(-1),
+            o_norm=self.wide(f"{prefix}.o_norm.weight"),
+            gate_lower_bound=kda.gate_lower_bound,
+            norm_eps=self._config.rms_norm_eps,
+        )
+        return KdaAttention(
+            q=self.weight(f"{prefix}.q_proj.weight"),
+            k=self.weight(f"{prefix}.k_proj.weight"),
+            v=self.weight(f"{prefix}.v_proj.weight"),
+            forget=self._low_rank(f"{prefix}.f"),
+            beta=self.weight(f"{prefix}.b_proj.weight"),
+            gate=self.weight(f"{prefix}.g_proj.weight")
+            if kda.full_rank_gate
+            else self._low_rank(f"{prefix}.g"),
+            core=core,
+            output=self.weight(f"{prefix}.o_proj.weight"),
+        )
+
+    def _low_rank(self, prefix: str) -> LowRank:
+        return LowRank(self.weight(f"{prefix}_a_proj.weight"), self.weight(f"{prefix}_b_proj.weight"))
+
+    def _mla(self, prefix: str) -> MlaAttention:
+        mla = self._config.mla
+        if mla.q_lora_rank is None:
+            query = self.weight(f"{prefix}.q_proj.weight")
+        else:
+            query = QueryLora(
+                a=self.weight(f"{prefix}.q_a_proj.weight"),
+                norm=self.weight(f"{prefix}.q_a_layernorm.weight"),
+                b=self.weight(f"{prefix}.q_b_proj.weight"),
+            )
+        core = MlaWeights(
+            query=query,
+            kv_a=self.weight(f"{prefix}.kv_a_proj_with_mqa.weight"),
+            kv_a_norm=self.weight(f"{prefix}.kv_a_layernorm.weight"),
+            kv_b=self.weight(f"{prefix}.kv_b_proj.weight").view(mla.num_heads, -1, mla.kv_lora_rank),
+            nope_dim=mla.qk_nope_head_dim,
+            latent_norm_eps=mla.latent_norm_eps,
+            indexer=self._indexer(f"{prefix}.indexer") if self._config.indexer else None,
+        )
+        return MlaAttention(
+            core=core,
+            gate=self.weight(f"{prefix}.g_proj.weight") if mla.output_gate else None,
+            output=self.weight(f"{prefix}.o_proj.weight"),
+        )
+
+    def _indexer(self, prefix: str) -> IndexerWeights:
+        assert self._config.indexer
+        return IndexerWeights(
+            query=self.weight(f"{prefix}.wq_b.weight"),
+            key=self.weight(f"{prefix}.wk.weight"),
+            head_weight=self.weight(f"{prefix}.weights_proj.weight"),
+            key_norm_weight=self.weight(f"{prefix}.k_norm.weight"),
+            key_norm_bias=self.weight(f"{prefix}.k_norm.bias"),
+            key_norm_eps=self._config.indexer.norm_eps,
+        )
+
+    def _dense(self, prefix: str) -> DenseFfn:
+        return DenseFfn(
+            gate=self.weight(f"{prefix}.gate_proj.weight"),
+            up=self.weight(f"{prefix}.up_proj.weight"),
+            down=self.weight(f"{prefix}.down_proj.weight"),
+        )
+
+    def _moe(self, prefix: str) -> MoeFfn:
+        moe = self._config.moe
+        router = RouterWeights(
+            gate=self.weight(f"{prefix}.gate.weight"),
+            bias=self.wide(f"{prefix}.gate.e_score_correction_bias"),
+            top_k=moe.top_k,
+            num_groups=moe.num_groups,
+            top_k_groups=moe.top_k_groups,
+            renormalize=moe.renormalize,
+            scaling_factor=moe.scaling_factor,
+        )
+        latent = None
+        if moe.latent_size is not None:
+            latent = LatentProjection(
+                down=self.weight(f"{prefix}.routed_expert_down_proj.weight"),
+                norm=self.weight(f"{prefix}.routed_expert_norm.weight") if moe.latent_norm else None,
+                up=self.weight(f"{prefix}.routed_expert_up_proj.weight"),
+            )
+        shared = self._dense(f"{prefix}.shared_experts") if moe.num_shared_experts else None
+        bank = LazyExperts(self._source, f"{prefix}.experts", moe.num_experts)
+        return MoeFfn(router, latent, bank, shared)
+
+
+class LazyExperts(Sequence[ExpertWeights]):
+    """The experts of one layer, looked up when first hit. Whether one is packed is what its file says.
+
+    Raises CheckpointError, naming the tensor, when an expert that is hit holds an E8M0 scale of 255 (NaN).
+    """
+
+    def __init__(self, source: TensorSource, prefix: str, count: int) -> None:
+        self._source = source
+        self._prefix = prefix
+        self._known: list[ExpertWeights | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __getitem__(self, expert: int) -> ExpertWeights:  # pyright: ignore[reportIncompatibleMethodOverride]
+        known = self._known[expert]
+        if known is None:
+            prefix = f"{self._prefix}.{expert}"
+            known = ExpertWeights(
+                gate=self._matrix(f"{prefix}.w1"),
+                up=self._matrix(f"{prefix}.w3"),
+                down=self._matrix(f"{prefix}.w2"),
+            )
+            self._known[expert] = known
+        return known
+
+    def __iter__(self) -> Iterator[ExpertWeights]:
+        return (self[expert] for expert in range(len(self)))
+
+    def _matrix(self, name: str) -> MxfpWeight | Tensor:
+        if f"{name}.weight" in self._source:
+            return self._source.tensor(f"{name}.weight")
+        scale = self._source.tensor(f"{name}.weight_scale")
+        if bool((scale == E8M0_NAN).any()):
+            raise CheckpointError(
+                f"{name}.weight_scale holds scale byte {E8M0_NAN} (NaN); legal are 0 to {E8M0_NAN - 1}.",
+                remedy="The file is corrupt: download it again.",
+            )
+        return MxfpWeight(self._source.tensor(f"{name}.weight_packed"), scale)

@@ -1,0 +1,83 @@
+"""The table of operators. The torch column always exists and is the truth; other columns must agree with it.
+
+The contract of each field (maths, layout, edge cases) heads the file that defines its reference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longspan.errors import ConfigError
+from longspan.ops.activation import gated_activation
+from longspan.ops.attention_residual import attention_residual
+from longspan.ops.experts import routed_experts
+from longspan.ops.indexer import index_select
+from longspan.ops.kda import kda
+from longspan.ops.linear import linear, lm_head
+from longspan.ops.mla_prologue import MlaQueries, mla_epilogue, mla_prologue
+from longspan.ops.norm import rms_norm
+from longspan.ops.router import route
+from longspan.ops.sampling import apply_penalties, choose, filter_logits
+from longspan.ops.sparse_attention import sparse_attention
+
+BACKEND_VARIABLE = "LONGSPAN_BACKEND"
+
+
+@dataclass(frozen=True)
+class Operators:
+    """One callable per operator, chosen once at start-up."""
+
+    name: str
+    linear: Callable[..., Tensor]
+    lm_head: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+    gated_activation: Callable[..., Tensor]
+    attention_residual: Callable[..., Tensor]
+    kda: Callable[..., Tensor]
+    mla_prologue: Callable[..., MlaQueries]
+    index_select: Callable[..., Tensor]
+    sparse_attention: Callable[..., tuple[Tensor, Tensor]]
+    mla_epilogue: Callable[..., Tensor]
+    route: Callable[..., tuple[Tensor, Tensor]]
+    routed_experts: Callable[..., Tensor]
+    apply_penalties: Callable[..., Tensor]
+    filter_logits: Callable[..., Tensor]
+    choose: Callable[..., Tensor]
+
+
+TORCH = Operators(
+    name="torch",
+    linear=linear,
+    lm_head=lm_head,
+    rms_norm=rms_norm,
+    gated_activation=gated_activation,
+    attention_residual=attention_residual,
+    kda=kda,
+    mla_prologue=mla_prologue,
+    index_select=index_select,
+    sparse_attention=sparse_attention,
+    mla_epilogue=mla_epilogue,
+    route=route,
+    routed_experts=routed_experts,
+    apply_penalties=apply_penalties,
+    filter_logits=filter_logits,
+    choose=choose,
+)
+
+_BACKENDS = {"torch": TORCH}  # best last
+
+
+def select_backend(name: str | None = None) -> Operators:
+    """The table `name`, else the one the environment names, else the best. ConfigError if unknown."""
+    source = "backend"
+    if name is None:
+        name, source = os.environ.get(BACKEND_VARIABLE) or list(_BACKENDS)[-1], BACKEND_VARIABLE
+    if name not in _BACKENDS:
+        raise ConfigError(
+            f"{source} is {name!r}.", remedy=f"Legal backends here: {', '.join(map(repr, _BACKENDS))}."
+        )
+    return _BACKENDS[name]

@@ -1,0 +1,142 @@
+"""Everything of multi-head latent attention before and after the attention itself.
+
+Prologue, from the normalised hidden x of each row (H heads of N + R query dims, latent of C):
+
+    q  = q_b rms_norm(q_a x)  or  q_proj x                 [H, N + R], per head [qn | qp]
+    [c0 | kp] = kv_a x;   c = rms_norm(c0)                 kp is not normalised; there is no rotation anywhere
+    pages[slot] = [c | kp]                                 the only copy of the latent
+    absorbed query_h = [W_UK_h^T qn_h | qp_h]              [H, C + R]; head h of kv_b = [W_UK_h; W_UV_h]
+
+and with a sparse indexer, from the same normalised q-latent (or from x, if wq_b has as many columns as x):
+
+    qI = wq_b qr   [Hi, Di]        kI = layer_norm(wk x)   [Di], written to its page
+    w  = f32(weights_proj x) / sqrt(Hi)                     the weights product in float32
+
+Index keys are written for every row, also while the context is short enough to need no choice. With
+`absorb=False` the query stays [H, N + R] for attention over expanded keys (`expand_latent`).
+
+Epilogue: o_h = W_UV_h out_h, times sigmoid(gate) elementwise if the layer has an output gate, in the
+model's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.ops.batch import MlaView
+from longspan.ops.linear import linear
+from longspan.ops.norm import layer_norm, rms_norm
+from longspan.ops.pages import write_rows
+
+
+@dataclass(frozen=True)
+class QueryLora:
+    """Low-rank query projection."""
+
+    a: Tensor  # [rank, hidden]
+    norm: Tensor  # [rank]
+    b: Tensor  # [heads * (nope + rope), rank]
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """Projections of the sparse indexer."""
+
+    query: Tensor  # wq_b [index_heads * index_dim, q_lora_rank or hidden]
+    key: Tensor  # wk [index_dim, hidden]
+    head_weight: Tensor  # weights_proj [index_heads, hidden]
+    key_norm_weight: Tensor  # [index_dim]
+    key_norm_bias: Tensor  # [index_dim]
+    key_norm_eps: float
+
+
+@dataclass(frozen=True)
+class MlaWeights:
+    """Parameters of the prologue and the epilogue of one full-attention layer."""
+
+    query: QueryLora | Tensor  # or q_proj [heads * (nope + rope), hidden]
+    kv_a: Tensor  # [kv_lora_rank + rope, hidden]
+    kv_a_norm: Tensor  # [kv_lora_rank]
+    kv_b: Tensor  # [heads, nope + value, kv_lora_rank], a view of kv_b_proj
+    nope_dim: int
+    latent_norm_eps: float
+    indexer: IndexerWeights | None
+
+    @property
+    def num_heads(self) -> int:
+        return self.kv_b.shape[0]
+
+
+@dataclass(frozen=True)
+class MlaQueries:
+    """What the rows ask of the pages."""
+
+    query: Tensor  # [T, heads, kv_lora_rank + rope], or [T, heads, nope + rope] when not absorbed
+    index_query: Tensor | None  # [T, index_heads, index_dim]
+    index_weight: Tensor | None  # [T, index_heads] float32
+
+
+def mla_prologue(
+    x: Tensor, weights: MlaWeights, view: MlaView, slot_mapping: Tensor, absorb: bool = True
+) -> MlaQueries:
+    """x [T, hidden] -> queries; writes each row's latent and index key into its page."""
+    tokens, eps = x.shape[0], weights.latent_norm_eps
+    if isinstance(weights.query, QueryLora):
+        q_latent = rms_norm(linear(x, weights.query.a), weights.query.norm, eps)
+        q = linear(q_latent, weights.query.b)
+    else:
+        q_latent = None
+        q = linear(x, weights.query)
+    q = q.view(tokens, weights.num_heads, -1)
+
+    rank = weights.kv_a_norm.shape[0]
+    compressed = linear(x, weights.kv_a)
+    latent = rms_norm(compressed[:, :rank], weights.kv_a_norm, eps)
+    write_rows(view.latent, slot_mapping, torch.cat([latent, compressed[:, rank:]], -1))
+
+    query = absorb_query(q, weights) if absorb else q
+    indexer = weights.indexer
+    if indexer is None:
+        return MlaQueries(query, None, None)
+
+    if view.index_key is None:
+        raise ValueError("a layer with a sparse indexer needs a view with index keys")
+    key = layer_norm(
+        linear(x, indexer.key), indexer.key_norm_weight, indexer.key_norm_bias, indexer.key_norm_eps
+    )
+    write_rows(view.index_key, slot_mapping, key)
+    from_hidden = q_latent is None or indexer.query.shape[1] != q_latent.shape[1]
+    index_query = linear(x if from_hidden else q_latent, indexer.query)
+    index_weight = linear(x.float(), indexer.head_weight.float()) * indexer.head_weight.shape[0] ** -0.5
+    return MlaQueries(query, index_query.view(tokens, -1, key.shape[1]), index_weight)
+
+
+def absorb_query(q: Tensor, weights: MlaWeights) -> Tensor:
+    """q [T, heads, nope + rope] -> [T, heads, kv_lora_rank + rope], ready to meet the latents themselves."""
+    nope, rope = q[..., : weights.nope_dim], q[..., weights.nope_dim :]
+    up_key = weights.kv_b[:, : weights.nope_dim]
+    absorbed = torch.bmm(nope.transpose(0, 1), up_key).transpose(0, 1)
+    return torch.cat([absorbed, rope], -1)
+
+
+def expand_latent(rows: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
+    """Cached rows [S, kv_lora_rank + rope] -> keys [S, heads, nope + rope] and values [S, heads, value]."""
+    rank = weights.kv_b.shape[2]
+    expanded = torch.einsum("sc,hdc->shd", rows[:, :rank], weights.kv_b)
+    nope, value = expanded[..., : weights.nope_dim], expanded[..., weights.nope_dim :]
+    rope = rows[:, None, rank:].expand(-1, weights.num_heads, -1)
+    return torch.cat([nope, rope], -1), value
+
+
+def mla_epilogue(latent_out: Tensor, gate: Tensor | None, weights: MlaWeights) -> Tensor:
+    """latent_out [T, heads, kv_lora_rank], gate [T, heads * value] or None -> [T, heads * value] for o_proj.
+
+    The result has the dtype of the weights; latent_out may be float32.
+    """
+    up_value = weights.kv_b[:, weights.nope_dim :]
+    out = torch.bmm(latent_out.to(up_value.dtype).transpose(0, 1), up_value.transpose(1, 2))
+    out = out.transpose(0, 1).flatten(1)
+    return out if gate is None else out * torch.sigmoid(gate)

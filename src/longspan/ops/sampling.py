@@ -1,0 +1,112 @@
+"""From a batch of logits to one token per row. Rows are independent: batch mates never change a choice.
+
+Order of operations: logit bias, penalties, temperature, then the filters. Per row
+
+    penalties    l > 0 ? l / repetition : l * repetition     tokens of prompt or output
+                 l - frequency * count - presence            tokens of the output
+    temperature  l / temperature; 0 = greedy: the largest logit, ties to the lower token
+    min_p        drops tokens with p < min_p * max p
+    top_k        keeps the k most likely (0 = all), ties to the lower token
+    top_p        keeps the fewest most likely whose mass reaches top_p (1 = all), ties to the lower token;
+                 p is renormalised over what top_k left
+
+Dropped tokens get -inf, and at least one token always stays. The choice is the inverse of the cumulative
+distribution at one uniform number per row, so a seed and a step number fix it whatever else is in the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens that occur in each row's prompt or output, each (row, token) once."""
+
+    rows: Tensor  # [N] int64
+    tokens: Tensor  # [N] int64
+    output_counts: Tensor  # [N] int64, 0 = in the prompt only
+
+
+def count_tokens(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> TokenCounts:
+    """Token ids of each row's prompt and output so far -> their counts."""
+    rows, tokens, counts = [], [], []
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        ids, where = torch.tensor([*prompt, *output], dtype=torch.int64).unique(return_inverse=True)
+        rows.append(torch.full(ids.shape, row))
+        tokens.append(ids)
+        counts.append(torch.bincount(where[len(prompt) :], minlength=ids.shape[0]))
+    if not rows:
+        empty = torch.empty(0, dtype=torch.int64)
+        return TokenCounts(empty, empty, empty)
+    return TokenCounts(torch.cat(rows), torch.cat(tokens), torch.cat(counts))
+
+
+def apply_penalties(
+    logits: Tensor, counts: TokenCounts, presence: Tensor, frequency: Tensor, repetition: Tensor
+) -> Tensor:
+    """logits [R, V] float32; presence, frequency, repetition [R] float32 (0, 0, 1 = none) -> new [R, V]."""
+    rows, tokens, times = counts.rows, counts.tokens, counts.output_counts
+    value = logits[rows, tokens]
+    value = torch.where(value > 0, value / repetition[rows], value * repetition[rows])
+    value = value - frequency[rows] * times - presence[rows] * (times > 0)
+    out = logits.clone()
+    out[rows, tokens] = value
+    return out
+
+
+def filter_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """logits [R, V] float32; temperature, top_p, min_p [R], top_k [R] int64 -> scaled, dropped = -inf.
+
+    Rows of temperature 0 are greedy: only their best token stays.
+    """
+    greedy = temperature <= 0
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    top_k = torch.where(greedy, 1, top_k)
+    vocab = logits.shape[1]
+
+    if bool((min_p > 0).any()):
+        floor = scaled.amax(-1) + torch.where(min_p > 0, min_p.log(), -torch.inf)
+        scaled = torch.where(scaled < floor[:, None], -torch.inf, scaled)
+    if bool(((top_k > 0) & (top_k < vocab)).any()) or bool((top_p < 1).any()):
+        ordered, order = scaled.sort(-1, descending=True, stable=True)
+        limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+        ordered = torch.where(torch.arange(vocab) < limit[:, None], ordered, -torch.inf)
+        mass = torch.softmax(ordered.double(), -1)
+        before = mass.cumsum(-1) - mass  # what the more likely tokens already hold
+        dropped = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+        dropped[:, 0] = False
+        ordered = torch.where(dropped, -torch.inf, ordered)
+        scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
+    return scaled
+
+
+def choose(logits: Tensor, uniforms: Tensor) -> Tensor:
+    """logits [R, V] after the filters, uniforms [R] float64 in [0, 1) -> tokens [R] int64.
+
+    A token of logit -inf is never chosen. Rows must be finite or -inf with at least one finite entry.
+    """
+    mass = torch.softmax(logits.double(), -1)
+    cumulative = mass.cumsum(-1)
+    tokens = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
+    last = logits.shape[1] - 1 - (mass.flip(-1) > 0).int().argmax(-1)  # rounding must not run past it
+    return torch.minimum(tokens, last)
+
+
+def uniform(seed: int, step: int) -> float:
+    """The number in [0, 1) of step `step` of stream `seed`: two rounds of splitmix64, any integers."""
+    return (_splitmix64(_splitmix64(seed) + step) >> 11) * 2.0**-53
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
