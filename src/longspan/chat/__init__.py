@@ -1,5 +1,6 @@
 """Text in and out: tokenizer, XTML prompts, replies read back, forced tool calls."""
 
+from longspan.chat.forced_call import ForcedToolCall
 from longspan.chat.render import DEFAULT_EFFORT, EFFORTS, ImageSlot, render
 from longspan.chat.reply import (
     ContentDelta,
@@ -22,6 +23,7 @@ __all__ = [
     "EFFORTS",
     "ContentDelta",
     "Event",
+    "ForcedToolCall",
     "ImageSlot",
     "IncrementalDecoder",
     "ReasoningDelta",

@@ -8,9 +8,9 @@ import json
 class ArgumentWriter:
     """Every method returns the JSON text that became final by it.
 
-    A string value is escaped as it arrives. A value of another type is passed through when it is complete, if it is
-    JSON, and becomes a string if it is not. A key that comes twice stands twice in the text; readers of JSON take
-    the last. A `json` block is passed through raw, JSON or not. Nothing raises and no text is lost.
+    A string value is escaped as it arrives. A value of another type is passed through when it is complete, if
+    it is JSON, and becomes a string if it is not. A key that comes twice stands twice in the text; readers of
+    JSON take the last. A `json` block is passed through raw, JSON or not. Nothing raises and no text is lost.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class ArgumentWriter:
         return self._in_value
 
     def can_open(self, tag: str) -> bool:
-        """Whether an `argument` or a `json` block may come now: a call has one block, or any number of arguments."""
+        """Whether it may come now: a call has one `json` block, or any number of `argument`s."""
         return not self._form or (self._form == "arguments" and tag == "argument")
 
     def open_argument(self, key: str, kind: str) -> str:

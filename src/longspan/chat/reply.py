@@ -43,7 +43,7 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallArguments | Tool
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`complete` False: the reply ended inside the call, and `arguments` is the part of the JSON that came."""
+    """`complete` False: the reply ended inside the call; `arguments` is the part of the JSON that came."""
 
     id: str
     name: str

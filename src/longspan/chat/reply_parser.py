@@ -2,17 +2,17 @@
 
 What goes where, for any input, well-formed or not:
 
-- Text in the think channel is reasoning, text in the response channel is content, text in an argument or json block
-  of a call is arguments. Text between tags is content too, unless it is blank.
+- Text in the think channel is reasoning, in the response channel content, in an argument or json block of a
+  call arguments. Text between tags is content too, unless it is blank.
 - Blank content beside tool calls is dropped; otherwise every character outside of tags comes out exactly once.
-- A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is ignored, and
-  its body belongs to where it stands: so does the body of a call without a name.
+- A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is ignored,
+  and its body belongs to where it stands; so does the body of a call without a name.
 - A call that the reply's end cuts off stays, not `complete`, with the part of its arguments that came.
 - A tag without its sep counts if its name is known and a control token follows; at the end of the reply it is
   dropped. If its name is not the beginning of a known one, it is text.
 - The reply is over at end-of-message; what follows is not read.
 
-By ids a tag is made of control ids only, so text that looks like a marker is text. By text that cannot be told.
+By ids only control ids make a tag, and text that looks like a marker is text. By text that cannot be told.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class _OpenCall:
 
 
 class ReplyParser:
-    """Feed it with `push` or with `push_text`, then call `finish`. Events joined equal `reply`, for every split.
+    """Feed it with `push` or `push_text`, then call `finish`. Events joined equal `reply`, for every split.
 
-    `thinking`: the prompt opened the think channel, otherwise the response channel. Nothing here raises on what a
-    model may write. Raises CheckpointError if the tokenizer has no chat tokens.
+    `thinking`: the prompt opened the think channel, otherwise the response channel. Nothing that a model may
+    write raises. Raises CheckpointError if the tokenizer has no chat tokens.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The XTML markup of Kimi K3: control tokens, segments, and tags out and in.
 
-A prompt is a list of segments, each tokenised on its own. Only a segment with `special=True` may yield control
-ids, and only this module and `render` make such segments, so no user's text becomes markup.
+A prompt is a list of segments, each tokenised on its own. Only a segment with `special=True` may yield
+control ids, and only this module and `render` make such segments, so no user's text becomes markup.
 """
 
 from __future__ import annotations
