@@ -1,9 +1,11 @@
-"""Published config.json -> frozen dataclasses. Names follow the field; layer numbers are 0-based here."""
+"""What a config.json says, as frozen dataclasses. Names follow the field; layer numbers are 0-based here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+Family = Literal["kimi-linear", "k3", "k3.1"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class ActivationConfig:
-    """"situ" with its two betas (linear_beta None = identity on the up branch), or "silu"."""
+    """ "situ" with its two betas (linear_beta None = identity on the up branch), or "silu"."""
 
     kind: Literal["situ", "silu"]
     beta: float = 1.0
@@ -89,7 +91,7 @@ class VisionConfig:
 class ModelConfig:
     """The text model of one checkpoint, and its vision tower if it has one."""
 
-    family: Literal["kimi-linear", "k3", "k3.1"]
+    family: Family
     vocab_size: int
     hidden_size: int
     intermediate_size: int  # of the dense layers
@@ -110,6 +112,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]  # generation stops on any of these
     pad_token_id: int | None
     media_placeholder_token_id: int | None
+    experts_packed: bool = False  # MXFP4 experts announced; when loading, the file decides per tensor
 
     def is_full_attention(self, layer: int) -> bool:
         return layer in self.full_attention_layers
