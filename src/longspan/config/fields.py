@@ -61,11 +61,15 @@ class Fields:
     def names(self) -> list[str]:
         return list(self._values)
 
+    def stated(self, *names: str) -> list[tuple[str, Any]]:
+        """(path, value) of each of `names` that is there and not null."""
+        self._taken.update(names)
+        return [(self.path(n), self._values[n]) for n in names if self._values.get(n) is not None]
+
     def take(self, *names: str, default: Any = REQUIRED, legal: str = "") -> Any:
         """The value under one of `names`, unchecked."""
-        self._taken.update(names)
-        found = [name for name in names if self._values.get(name) is not None]
-        if not found:
+        stated = self.stated(*names)
+        if not stated:
             if default is not REQUIRED:
                 return default
             also = f" (also read as {', '.join(names[1:])})" if names[1:] else ""
@@ -73,12 +77,8 @@ class Fields:
                 f"{self.path(names[0])}{also} is missing or null{f'; {legal} is legal' if legal else ''}.",
                 remedy="Take config.json from the release that the weights came from.",
             )
-        for name in found[1:]:
-            if self._values[name] != self._values[found[0]]:
-                raise contradiction(
-                    self.path(found[0]), self._values[found[0]], self.path(name), self._values[name]
-                )
-        return self._values[found[0]]
+        agreed(stated)
+        return stated[0][1]
 
     def integer(self, *names: str, minimum: int = 1, default: Any = REQUIRED) -> Any:
         legal = f"a whole number of at least {minimum}"
@@ -142,8 +142,12 @@ class Fields:
             )
 
 
-def contradiction(path: str, value: Any, other_path: str, other_value: Any) -> ConfigError:
-    return ConfigError(
-        f"{path} is {shown(value)} but {other_path} is {shown(other_value)}; both mean the same and must agree.",
-        remedy="Take config.json from the release that the weights came from.",
-    )
+def agreed(stated: list[tuple[str, Any]]) -> None:
+    """Refuse differing values, given as (path, value), of one quantity."""
+    for path, value in stated[1:]:
+        first_path, first = stated[0]
+        if value != first:
+            raise ConfigError(
+                f"{first_path} is {shown(first)} but {path} is {shown(value)}; they mean the same, so must agree.",
+                remedy="Take config.json from the release that the weights came from.",
+            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from longspan.config.fields import Fields
 
+MX_GROUP = 32  # consecutive weights that share one scale
+
 
 def read_experts_packed(top: Fields, text: Fields) -> bool:
     """Whether quantization_config, here or in text_config, announces MXFP4 experts.
@@ -39,7 +41,7 @@ def _check_quantization(fields: Fields) -> None:
         weights.one_of("num_bits", (4,))
         weights.one_of("type", ("float",))
         weights.one_of("strategy", ("group",))
-        weights.one_of("group_size", (32,))
+        weights.one_of("group_size", (MX_GROUP,))
         weights.one_of("symmetric", (True,), default=True)
         weights.one_of("dynamic", (False,), default=False)
         weights.one_of("scale_dtype", ("torch.uint8", "uint8"), default=None)

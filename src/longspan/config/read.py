@@ -7,10 +7,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from longspan.config.fields import Fields, contradiction, shown
+from longspan.config.fields import Fields, agreed, shown
 from longspan.config.model import Family, ModelConfig
-from longspan.config.quantization import read_experts_packed
-from longspan.config.text import read_activation, read_indexer, read_kda, read_mla, read_moe, read_moe_layers
+from longspan.config.quantization import MX_GROUP, read_experts_packed
+from longspan.config.text import (
+    read_activation,
+    read_indexer,
+    read_kda,
+    read_mla,
+    read_moe,
+    read_moe_layers,
+    require_what_k3_states,
+)
 from longspan.config.vision import read_vision
 from longspan.errors import ConfigError
 
@@ -40,13 +48,21 @@ def load_config(path: str | os.PathLike[str], *, latent_norm_eps: float = LATENT
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes(), object_pairs_hook=_without_contradictions)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {error}.", remedy="Download or copy it again.") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}.") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds {shown(content)}; a JSON object was expected.")
+    return content
+
+
+def _without_contradictions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    for name, value in pairs:
+        if content[name] != value:
+            agreed([(name, value), (f"{name}, given again,", content[name])])
     return content
 
 
@@ -70,7 +86,8 @@ def parse_config(
         text = top.section("text_config")
         text.one_of("architectures", (["KimiLinearForCausalLM"],), default=None)
         text.one_of("model_type", ("kimi_linear",), default=None)
-    top.take("model_type", default=None)
+        require_what_k3_states(text)
+    top.stated("model_type")  # architectures decides
 
     hidden_size = text.integer("hidden_size")
     num_layers = text.integer("num_hidden_layers")
@@ -102,6 +119,8 @@ def parse_config(
         **_special_tokens(top, text, Fields(generation or {}, "generation_config.json"), tokenizer or {}),
     )
     _check_token_ids(config)
+    if config.experts_packed:
+        _check_groups(config, text)
     text.finish()
     top.finish()
     return config
@@ -119,11 +138,9 @@ def _family(top: Fields) -> Family:
 
 
 def _tied(top: Fields, text: Fields) -> bool:
-    tied = text.flag("tie_word_embeddings", default=None)
-    outer = top.flag("tie_word_embeddings", default=None)
-    if tied is not None and outer is not None and tied != outer:
-        raise contradiction(text.path("tie_word_embeddings"), tied, "tie_word_embeddings", outer)
-    return bool(tied if tied is not None else outer)
+    stated = text.stated("tie_word_embeddings") + top.stated("tie_word_embeddings")
+    agreed(stated)
+    return text.flag("tie_word_embeddings", default=False) or top.flag("tie_word_embeddings", default=False)
 
 
 def _special_tokens(
@@ -167,6 +184,19 @@ def _tokenizer_id(tokenizer: dict[str, Any], kind: str) -> int | None:
         return None
     ids = (i for i, token in added.items() if isinstance(token, dict) and token.get("content") == wanted)
     return next((int(i) for i in ids if i.isdigit()), None)
+
+
+def _check_groups(config: ModelConfig, text: Fields) -> None:
+    """Both widths of a packed expert must be whole groups of 32."""
+    width_name = "hidden_size" if config.moe.latent_size is None else "routed_expert_hidden_size"
+    widths = {
+        width_name: config.moe.latent_size or config.hidden_size,
+        "moe_intermediate_size": config.moe.intermediate_size,
+    }
+    for name, width in widths.items():
+        if width % MX_GROUP:
+            legal = f"a multiple of {MX_GROUP} (such as {-(-width // MX_GROUP) * MX_GROUP}) for MXFP4 experts"
+            raise text.refuse((name,), width, legal)
 
 
 def _check_token_ids(config: ModelConfig) -> None:

@@ -4,16 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.config.fields import Fields, contradiction, shown
+from longspan.config.fields import Fields, agreed, shown
 from longspan.config.model import ActivationConfig, Family, IndexerConfig, KdaConfig, MlaConfig, MoeConfig
 from longspan.errors import ConfigError
 
+# Spellings of the indexer's quantities, the likeliest first.
 _INDEXER_HEADS = (
-    "index_n_heads n_heads num_heads index_num_heads indexer_n_heads indexer_num_heads head_count"
+    "index_n_heads",
+    "n_heads",
+    "num_heads",
+    "index_num_heads",
+    "indexer_n_heads",
+    "indexer_num_heads",
+    "head_count",
 )
-_INDEXER_DIM = "index_head_dim head_dim indexer_head_dim key_length"
-_INDEXER_TOP_K = "index_topk topk top_k index_top_k indexer_topk topk_tokens"
-_INDEXER_LAYERS = "dsa_layers layers layer_ids indexer_layers full_attn_layers"
+_INDEXER_DIM = ("index_head_dim", "head_dim", "indexer_head_dim", "key_length")
+_INDEXER_TOP_K = ("index_topk", "topk", "top_k", "index_top_k", "indexer_topk", "topk_tokens")
+_INDEXER_LAYERS = ("dsa_layers", "layers", "layer_ids", "indexer_layers", "full_attn_layers")
+# Absent means "without" in Kimi-Linear; K3 has all of these, and without one would be another model in silence.
+_STATED_BY_K3 = (
+    "attn_res_block_size",
+    "latent_moe_use_norm",
+    "mla_use_output_gate",
+    "q_lora_rank",
+    "routed_expert_hidden_size",
+)
+_STATED_BY_K3_KDA = ("gate_lower_bound", "use_full_rank_gate")
+
+
+def require_what_k3_states(text: Fields) -> None:
+    """Raise ConfigError if a field is absent whose absence would choose Kimi-Linear's maths. null is a statement."""
+    kda = text.section("linear_attn_config")
+    for fields, names in ((text, _STATED_BY_K3), (kda, _STATED_BY_K3_KDA)):
+        for name in names:
+            if name not in fields:
+                raise ConfigError(
+                    f"{fields.path(name)} is missing; configs of K3 and K3.1 state it (null for none).",
+                    remedy="Take config.json from the release that the weights came from.",
+                )
 
 
 def read_activation(text: Fields) -> ActivationConfig:
@@ -72,7 +100,7 @@ def read_mla(text: Fields, latent_norm_eps: float) -> MlaConfig:
         raise text.refuse(
             ("rope_scaling",), text.take("rope_scaling"), "null: the text model has no positions"
         )
-    text.take("head_dim", default=None)  # Kimi-Linear states one; nothing uses it
+    text.stated("head_dim")  # Kimi-Linear has one; nothing uses it
     heads = text.integer("num_attention_heads")
     kv_heads = text.integer("num_key_value_heads", default=heads)
     if kv_heads != heads:
@@ -94,18 +122,15 @@ def read_indexer(
 ) -> IndexerConfig | None:
     """K3.1's dsa_config, whose spelling varies.
 
-    Its fields may also stand in text_config if their name says index or dsa; others mean something else there.
+    Its fields may also stand in text_config where their name begins with index or dsa.
     """
     section = text.section("dsa_config", default=None)
 
-    def find(names: str, default: Any = None) -> Any:
-        spellings = names.split()
-        direct = [n for n in spellings if n.startswith(("index", "dsa"))]
-        inner = section.take(*spellings, default=None) if section else None
-        outer = text.take(*direct, default=None)
-        if inner is not None and outer is not None and inner != outer:
-            raise contradiction(f"{section.path('')}{spellings[0]}", inner, text.path(direct[0]), outer)
-        return inner if inner is not None else outer if outer is not None else default
+    def find(spellings: tuple[str, ...]) -> Any:
+        stated = section.stated(*spellings) if section else []
+        stated += text.stated(*(n for n in spellings if n.startswith(("index", "dsa"))))
+        agreed(stated)
+        return stated[0][1] if stated else None
 
     heads, dim, top_k = find(_INDEXER_HEADS), find(_INDEXER_DIM), find(_INDEXER_TOP_K)
     layers = find(_INDEXER_LAYERS)
@@ -127,7 +152,7 @@ def read_indexer(
             fields = shown(section.names) if section else "no dsa_config at all"
             raise ConfigError(
                 f"The indexer's {what} {state} in {place}; a whole number of at least 1 is legal, "
-                f"under one of {', '.join(names.split())}. Found: {fields}."
+                f"under one of {', '.join(names)}. Found: {fields}."
             )
     if layers is not None and (
         not isinstance(layers, list) or sorted(map(str, layers)) != sorted(map(str, full_layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from longspan.config.fields import Fields, contradiction
+from longspan.config.fields import Fields, agreed
 from longspan.config.model import VisionConfig
 
 
