@@ -14,8 +14,8 @@ from longspan.chat import Tokenizer
 
 CORPUS = (
     "message role user assistant system tool index think response tools call argument json key type string "
-    "number the weather in Oslo is cold and the stock level of the item is low, so it is best to wait for the "
-    'next one. get_weather get_wealth search {"city": "Oslo", "unit": "C"} '
+    "number the weather in Oslo is cold and the stock level of the item is low, so it is best to wait for "
+    'the next one. get_weather get_wealth search {"city": "Oslo", "unit": "C"} '
     "你好世界 안녕하세요 한국어 👩‍👩‍👧 déjà vu naïve aaaaaaaaaaaaaaaa\n"
 )
 NAMED = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]

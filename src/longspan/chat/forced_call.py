@@ -14,10 +14,10 @@ from longspan.errors import RequestError
 class ForcedToolCall:
     """Which ids may come next, so that the reply holds a complete call of one of `names`.
 
-    Thinking is free. Then follow an empty response, the opening of the tools channel and the header of a call,
-    all forced but for the name, which the model chooses. In the call it may write arguments of any key and
-    value, and must close what it opened. After the first complete call everything is free again. The forced
-    tokens are those that `render` gives for the same turn. Only a limit on tokens can cut the call off.
+    Thinking is free. Then follow an empty response, the opening of the tools channel and the header of a
+    call, all forced but for the name, which the model chooses. In the call it may write arguments of any key
+    and value, and must close what it opened. After the first complete call everything is free again. The
+    forced tokens are those that `render` gives for the same turn. Only a limit on tokens cuts the call off.
     """
 
     def __init__(self, tokenizer: Tokenizer, names: Sequence[str], *, thinking: bool) -> None:

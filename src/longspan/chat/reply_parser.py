@@ -4,9 +4,9 @@ What goes where, for any input, well-formed or not:
 
 - Text in the think channel is reasoning, in the response channel content, in an argument or json block of a
   call arguments. Text between tags is content too, unless it is blank.
-- Blank content beside tool calls is dropped; otherwise every character outside of tags comes out exactly once.
-- A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is ignored,
-  and its body belongs to where it stands; so does the body of a call without a name.
+- Blank content beside tool calls is dropped; else every character outside of tags comes out exactly once.
+- A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is
+  ignored, and its body belongs to where it stands; so does the body of a call without a name.
 - A call that the reply's end cuts off stays, not `complete`, with the part of its arguments that came.
 - A tag without its sep counts if its name is known and a control token follows; at the end of the reply it is
   dropped. If its name is not the beginning of a known one, it is text.

@@ -18,8 +18,8 @@ def held_suffix(text: str, targets: Sequence[str]) -> int:
 class StopMatcher:
     """Finds stop strings across pieces and holds back what may yet become one.
 
-    The stop string that is complete first wins; of two that end together, the longer. So the result is the same
-    for every split into pieces. `include` leaves the stop string in the text; what follows is dropped anyway.
+    The stop string that is complete first wins; of two that end together, the longer. So the result is the
+    same for every split into pieces. `include` leaves the stop string in the text; what follows is dropped.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
