@@ -70,4 +70,4 @@ def _select_block(
 def index_scores(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
     """query [Q, Hi, Di], weight [Q, Hi], keys [S, Di] -> [Q, S] float32, without any causal bound."""
     dots = torch.relu((query.float().flatten(0, 1) @ keys.float().T) * query.shape[-1] ** -0.5)
-    return (weight[:, None] @ dots.view(*query.shape[:2], -1))[:, 0]
+    return (weight[:, None] @ dots.unflatten(0, query.shape[:2]))[:, 0]

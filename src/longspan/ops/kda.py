@@ -71,8 +71,7 @@ def kda(
 
     qkv [T, 3P] raw q | k | v; forget [T, P]; beta [T, heads]; gate [T, P].
     """
-    tokens, heads = batch.num_tokens, weights.num_heads
-    mixed = short_conv(qkv, weights.conv, view.conv, batch).float().view(tokens, 3, heads, -1)
+    mixed = short_conv(qkv, weights.conv, view.conv, batch).float().unflatten(1, (3, weights.num_heads, -1))
     q, k, v = mixed.unbind(1)
     q = _l2_normalise(q) * q.shape[-1] ** -0.5
     k = _l2_normalise(k)
@@ -92,12 +91,12 @@ def kda(
 
     o = o.to(qkv.dtype).float()
     y = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + weights.norm_eps) * weights.o_norm
-    return (y * torch.sigmoid(gate.float()).view(y.shape)).to(qkv.dtype).view(tokens, -1)
+    return (y * torch.sigmoid(gate.float()).view(y.shape)).to(qkv.dtype).flatten(1)
 
 
 def log_decay(forget: Tensor, weights: KdaWeights) -> Tensor:
     """forget [T, P] -> g [T, heads, head_dim] float32, never positive."""
-    z = (forget.float() + weights.dt_bias).view(forget.shape[0], weights.num_heads, -1)
+    z = (forget.float() + weights.dt_bias).unflatten(1, (weights.num_heads, -1))
     rate = weights.a_log.exp()[:, None]
     if weights.gate_lower_bound is None:
         return -rate * torch.nn.functional.softplus(z, threshold=20.0)

@@ -83,14 +83,14 @@ def mla_prologue(
     x: Tensor, weights: MlaWeights, view: MlaView, slot_mapping: Tensor, absorb: bool = True
 ) -> MlaQueries:
     """x [T, hidden] -> queries; writes each row's latent and index key into its page."""
-    tokens, eps = x.shape[0], weights.latent_norm_eps
+    eps = weights.latent_norm_eps
     if isinstance(weights.query, QueryLora):
         q_latent = rms_norm(linear(x, weights.query.a), weights.query.norm, eps)
         q = linear(q_latent, weights.query.b)
     else:
         q_latent = None
         q = linear(x, weights.query)
-    q = q.view(tokens, weights.num_heads, -1)
+    q = q.unflatten(1, (weights.num_heads, -1))
 
     rank = weights.kv_a_norm.shape[0]
     compressed = linear(x, weights.kv_a)
@@ -111,7 +111,7 @@ def mla_prologue(
     from_hidden = q_latent is None or indexer.query.shape[1] != q_latent.shape[1]
     index_query = linear(x if from_hidden else q_latent, indexer.query)
     index_weight = linear(x.float(), indexer.head_weight.float()) * indexer.head_weight.shape[0] ** -0.5
-    return MlaQueries(query, index_query.view(tokens, -1, key.shape[1]), index_weight)
+    return MlaQueries(query, index_query.unflatten(1, (-1, key.shape[1])), index_weight)
 
 
 def absorb_query(q: Tensor, weights: MlaWeights) -> Tensor:

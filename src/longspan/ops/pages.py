@@ -24,7 +24,7 @@ def read_span(pages: Tensor, block_table: Tensor, begin: int, end: int) -> Tenso
 
 
 def read_rows(pages: Tensor, block_tables: Tensor, seqs: Tensor, positions: Tensor) -> Tensor:
-    """Token positions[r, j] of sequence seqs[r] -> copy [rows, k, n]. All positions must have been written."""
+    """Token positions[r, j] of sequence seqs[r] -> copy [rows, k, n]. Positions must have been written."""
     size = pages.shape[1]
     page = block_tables[seqs[:, None], positions // size]
     return pages[page, positions % size]

@@ -35,7 +35,7 @@ def route(x: Tensor, weights: RouterWeights) -> tuple[Tensor, Tensor]:
     scores = torch.sigmoid(torch.nn.functional.linear(x.float(), weights.gate.float()))
     choice = scores + weights.bias
     if weights.num_groups > weights.top_k_groups:
-        grouped = choice.view(choice.shape[0], weights.num_groups, -1)
+        grouped = choice.unflatten(1, (weights.num_groups, -1))
         best_two = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
         kept = torch.zeros(best_two.shape, dtype=torch.bool)
         kept.scatter_(1, top_k_indices(best_two, weights.top_k_groups), True)

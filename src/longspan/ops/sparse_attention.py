@@ -84,7 +84,7 @@ def _dense_block(
     for begin in range(0, end, DENSE_KEY_BLOCK):
         positions = torch.arange(begin, min(begin + DENSE_KEY_BLOCK, end))
         cached = read_span(pages, block_table, begin, begin + len(positions)).float()
-        scores = scale * (wide @ cached.T).view(queries, heads, -1)
+        scores = scale * (wide @ cached.T).unflatten(0, (queries, heads))
         scores = torch.where((positions < visible[:, None])[:, None], scores, -torch.inf)
         # The first block holds token 0, which every row sees: from then on the peak is finite.
         new_peak = torch.maximum(peak, scores.amax(-1))
