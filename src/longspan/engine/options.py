@@ -8,7 +8,7 @@ from typing import Self
 
 from longspan.errors import CapacityError
 
-DTYPES = ("bfloat16", "float32")
+ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class EngineOptions:
     seed: int | None = None  # of requests without a seed; None: a fresh one each
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise CapacityError(f"dtype is {self.dtype!r}.", remedy=f"Choose one of: {', '.join(DTYPES)}.")
+        if self.dtype not in ELEMENT_BYTES:
+            raise CapacityError(
+                f"dtype is {self.dtype!r}.", remedy=f"Choose one of: {', '.join(ELEMENT_BYTES)}."
+            )
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "cache_gib"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -47,7 +49,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     default = EngineOptions()
     group.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=list(ELEMENT_BYTES),
         default=default.dtype,
         help="of activations and cache (default: %(default)s)",
     )

@@ -81,6 +81,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def penalises(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
     def _normalise_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in stop:
@@ -107,7 +111,11 @@ class TokenConstraint(Protocol):
     """Which tokens may come next. One object per choice; it sees every token of that choice in order."""
 
     def allowed(self) -> Sequence[int] | None:
-        """Ids that may come next; None: any."""
+        """Ids that may come next; None: all but `forbidden`."""
+        ...
+
+    def forbidden(self) -> Sequence[int]:
+        """Ids that may not come next where `allowed` is None."""
         ...
 
     def push(self, token_id: int) -> None: ...

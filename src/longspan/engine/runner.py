@@ -12,6 +12,7 @@ from longspan.config import ModelConfig
 from longspan.engine.scheduler import Scheduled
 from longspan.engine.sequence import Sequence
 from longspan.memory.memory import Memory
+from longspan.ops.backend import Operators
 from longspan.ops.batch import LayerView, StepBatch
 
 
@@ -23,6 +24,9 @@ class Model(Protocol):
 
     @property
     def dtype(self) -> torch.dtype: ...
+
+    @property
+    def ops(self) -> Operators: ...
 
     def step(self, batch: StepBatch, views: tuple[LayerView, ...]) -> Tensor:
         """Logits [R, vocab] float32 of `batch.logit_rows`."""
@@ -49,9 +53,8 @@ class Runner:
     def run(self, scheduled: list[Scheduled]) -> list[SequenceLogits]:
         """One step. On any exception the memory of all these sequences is undefined."""
         wanted = [_wanted_rows(item) for item in scheduled]
-        with torch.inference_mode():
-            logits = self._model.step(self._batch(scheduled, wanted), self._memory.views)
-            finite = torch.isfinite(logits).all(dim=1).tolist()
+        logits = self._model.step(self._batch(scheduled, wanted), self._memory.views)
+        finite = torch.isfinite(logits).all(dim=1).tolist()
         results = []
         row = 0
         for item, (rows, samples) in zip(scheduled, wanted, strict=True):
@@ -99,7 +102,7 @@ class Runner:
 
 
 def _wanted_rows(item: Scheduled) -> tuple[list[int], bool]:
-    """Rows of this sequence's chunk whose logits are wanted, and whether the last of them is to be sampled."""
+    """Rows of this chunk whose logits are wanted, and whether the last of them is to be sampled from."""
     seq, count = item.seq, item.num_tokens
     rows: list[int] = []
     if seq.prompt_logprobs is not None:

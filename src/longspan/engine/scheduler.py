@@ -32,10 +32,9 @@ class Scheduled:
 class Scheduler:
     """Owns the queues and decides who holds memory. An ended sequence is in no queue and holds none."""
 
-    def __init__(self, memory: Memory, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(self, memory: Memory, max_num_batched_tokens: int) -> None:
         self._memory = memory
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_seqs = max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
@@ -49,7 +48,7 @@ class Scheduler:
 
     def remove(self, seq: Sequence, scrub: bool = False) -> None:
         """Takes an ended sequence out and frees its memory."""
-        if seq in self.waiting:
+        if seq.memory is None:
             self.waiting.remove(seq)
         else:
             self.running.remove(seq)
@@ -77,8 +76,6 @@ class Scheduler:
         return seq.memory is not None
 
     def _admit(self, seq: Sequence) -> bool:
-        if len(self.running) >= self._max_num_seqs:
-            return False
         memory = self._memory.new_sequence()
         if memory is None:
             return False

@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 import time
 
-from longspan.engine.output import Finish, FinishReason, Times, TokenLogprobs
+from longspan.engine.output import TokenLogprobs
 from longspan.engine.request import Request
-from longspan.errors import LongspanError
 from longspan.memory.memory import SequenceMemory
 
 
 class Sequence:
-    """Prompt and output of choice `index`, its memory while it has some, and its own random numbers.
+    """Prompt and output of choice `index`, its memory while it has some, its own stream of random numbers.
 
-    Random numbers depend on the seed and on how many tokens were drawn, on nothing else, so batch mates and
-    preemption can't change them.
+    A random number is a function of `stream` and of how many tokens came before it, so batch mates and
+    preemption can't change it.
     """
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
@@ -27,9 +26,9 @@ class Sequence:
         self.memory: SequenceMemory | None = None
         self.reader = request.make_reader()
         self.constraint = request.make_constraint() if request.make_constraint else None
-        self.random = random.Random(f"{seed}:{index}")
-        self.output_counts: dict[int, int] = {}
-        self.finish: Finish | None = None
+        self.stream = random.Random(f"{seed}:{index}").getrandbits(64)
+        # Token -> times in the output, 0 for those of the prompt alone.
+        self.token_counts = dict.fromkeys(self.tokens, 0) if self.params.penalises else None
         self.arrived = time.monotonic()
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -61,16 +60,7 @@ class Sequence:
         if self.first_token is None:
             self.first_token = time.monotonic()
         self.tokens.append(token_id)
-        self.output_counts[token_id] = self.output_counts.get(token_id, 0) + 1
+        if self.token_counts is not None:
+            self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
         if self.constraint:
             self.constraint.push(token_id)
-
-    def end(
-        self,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        error: LongspanError | None = None,
-    ) -> Finish:
-        times = Times(self.arrived, self.scheduled, self.first_token, time.monotonic())
-        self.finish = Finish(reason, times, stop_reason, error)
-        return self.finish

@@ -1,0 +1,271 @@
+"""The engine: schedule, run the model, sample, hand tokens to each choice's reader. One thread calls it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from longspan.chat import Tokenizer
+from longspan.config import ModelConfig, load_config
+from longspan.engine.options import ELEMENT_BYTES, EngineOptions
+from longspan.engine.output import Finish, FinishReason, StepOutput, Times
+from longspan.engine.request import Request
+from longspan.engine.runner import Model, Runner, SequenceLogits
+from longspan.engine.sampler import Sampled, Sampler, token_logprobs
+from longspan.engine.scheduler import Scheduler
+from longspan.engine.sequence import Sequence
+from longspan.errors import LongspanError, NonFiniteError, RequestError
+from longspan.memory.memory import Memory
+from longspan.memory.plan import MemoryPlan, plan_memory
+from longspan.model.loader import load_model
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A moment of an engine. The counters only ever grow; recomputed tokens count once."""
+
+    num_running: int  # sequences that hold memory
+    num_waiting: int
+    cache_usage: float  # share of the pages that are held, 1 = all
+    num_preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class Engine:
+    """Serves requests of one model with one memory. Not thread-safe: see `AsyncEngine`."""
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None,
+        options: EngineOptions,
+        plan: MemoryPlan | None = None,
+        poison: bool = False,
+    ) -> None:
+        """`plan` None: made from the options, which may raise CapacityError. `poison` is `Memory`'s."""
+        self.config = model.config
+        self.tokenizer = tokenizer
+        self.options = options
+        self.plan = plan or _plan(model.config, options, weight_bytes=0)
+        self.memory = Memory(
+            model.config, self.plan.num_pages, self.plan.page_size, self.plan.num_slots, model.dtype, poison
+        )
+        self._scheduler = Scheduler(self.memory, options.max_num_batched_tokens)
+        self._runner = Runner(model, self.memory)
+        self._sampler = Sampler(model.ops, model.config.eos_token_ids)
+        self._running: dict[str, list[Sequence]] = {}  # unfinished choices of each request
+        self._seeds = random.Random(options.seed)
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    @classmethod
+    def from_path(cls, path: str | Path, options: EngineOptions) -> Engine:
+        """Everything from a checkpoint directory. What can't be met is refused before weights are read."""
+        config = load_config(path)
+        plan = _plan(config, options, _weight_bytes(Path(path)))
+        # A checkpoint without a tokenizer can still be asked with token ids.
+        tokenizer = Tokenizer.from_dir(path) if (Path(path) / "tiktoken.model").exists() else None
+        if tokenizer:
+            tokenizer.check_vocab_size(config.vocab_size)
+        model = load_model(path, dtype=options.dtype, backend=options.backend)
+        return cls(model, tokenizer, options, plan)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.plan.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            cache_usage=1 - self.memory.free_pages / self.memory.num_pages,
+            num_preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+        )
+
+    def validate(self, request: Request) -> None:
+        """Raises RequestError if the request can't be served. Any thread may call: it reads no state."""
+        request.validate(self.config.vocab_size, self.max_model_len)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError if it can't be served as asked."""
+        self.validate(request)
+        if request.id in self._running:
+            raise RequestError(
+                f"A request with the id {request.id!r} is being served.", remedy="Give each its own."
+            )
+        seed = request.params.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(64)
+        seqs = [Sequence(request, index, seed) for index in range(request.params.n)]
+        self._running[request.id] = seqs
+        for seq in seqs:
+            self._scheduler.add(seq)
+
+    def abort(self, request_id: str) -> list[StepOutput]:
+        """Ends a request and frees its memory now. Does nothing, and returns [], if it has ended before."""
+        outputs = []
+        for seq in list(self._running.get(request_id, ())):
+            deltas, _ = seq.reader.finish("abort")
+            outputs.append(StepOutput(request_id, seq.index, deltas, [], finish=self._end(seq, "abort")))
+        return outputs
+
+    @torch.inference_mode()
+    def step(self) -> list[StepOutput]:
+        """One step of the model for whatever is there; outputs of the choices that got a token or ended."""
+        scheduled = self._scheduler.schedule()
+        try:
+            results = self._runner.run(scheduled) if scheduled else []
+            finite = [result for result in results if result.finite]
+            sampled = self._sample([result for result in finite if result.next_token is not None])
+            for result in finite:
+                _collect_prompt_logprobs(result)
+        except Exception as error:
+            # Whatever was half done to these sequences, the others have not been touched.
+            logger.exception("a step failed")
+            outputs = [self._fail(item.seq, _step_error(error)) for item in scheduled]
+        else:
+            broken = [result.seq for result in results if not result.finite]
+            outputs = [self._fail(seq, _non_finite_error()) for seq in broken]
+            outputs += [self._accept(seq, token) for seq, token in sampled]
+        if not self.has_work:
+            self.memory.check()
+        return outputs
+
+    def _sample(self, results: list[SequenceLogits]) -> list[tuple[Sequence, Sampled]]:
+        if not results:
+            return []
+        seqs = [result.seq for result in results]
+        logits = torch.stack([result.next_token for result in results if result.next_token is not None])
+        return list(zip(seqs, self._sampler.sample(logits, seqs), strict=True))
+
+    def _accept(self, seq: Sequence, sampled: Sampled) -> StepOutput:
+        """Adds a token to a choice; the request alone fails if its reader or constraint does."""
+        if sampled.token_id is None:
+            return self._fail(seq, _nothing_left_error())
+        try:
+            return self._push(seq, sampled.token_id, sampled)
+        except Exception as error:
+            logger.exception("reading a token failed")
+            return self._fail(seq, _step_error(error))
+
+    def _push(self, seq: Sequence, token_id: int, sampled: Sampled) -> StepOutput:
+        params, reader = seq.params, seq.reader
+        is_first = seq.num_output_tokens == 0
+        seq.append(token_id)
+        self._prompt_tokens += seq.num_prompt_tokens if is_first else 0
+        self._generation_tokens += 1
+
+        reason: FinishReason | None = None
+        stop_reason: int | str | None = None
+        if token_id in self.config.eos_token_ids and not params.ignore_eos:
+            reason = "stop"
+        elif token_id in (params.stop_token_ids or ()):
+            reason, stop_reason = "stop", token_id
+        # The token that ends a reply is no part of its text, unless asked for.
+        deltas = reader.push(token_id) if reason is None or params.include_stop_str_in_output else []
+        if reason is None and reader.done:
+            reason, stop_reason = "stop", reader.stop_string
+        if reason is None and self._is_full(seq):
+            reason = "length"
+
+        finish = None
+        if reason is not None:
+            rest, reason = reader.finish(reason)
+            deltas = deltas + rest
+            finish = self._end(seq, reason, stop_reason)
+        return StepOutput(
+            request_id=seq.request.id,
+            index=seq.index,
+            deltas=deltas,
+            token_ids=[token_id],
+            logprobs=[] if sampled.logprobs is None else [sampled.logprobs],
+            prompt_logprobs=seq.prompt_logprobs if is_first else None,
+            finish=finish,
+        )
+
+    def _is_full(self, seq: Sequence) -> bool:
+        return seq.num_output_tokens == seq.params.max_tokens or len(seq.tokens) == self.max_model_len
+
+    def _fail(self, seq: Sequence, error: LongspanError) -> StepOutput:
+        return StepOutput(seq.request.id, seq.index, [], [], finish=self._end(seq, "error", error=error))
+
+    def _end(
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: LongspanError | None = None,
+    ) -> Finish:
+        """Frees what the choice holds, and forgets it. After an error its memory may hold NaN."""
+        self._scheduler.remove(seq, scrub=error is not None)
+        unfinished = self._running[seq.request.id]
+        unfinished.remove(seq)
+        if not unfinished:
+            del self._running[seq.request.id]
+        times = Times(seq.arrived, seq.scheduled, seq.first_token, time.monotonic())
+        return Finish(reason, times, stop_reason, error)
+
+
+def _plan(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> MemoryPlan:
+    return plan_memory(
+        config,
+        element_bytes=ELEMENT_BYTES[options.dtype],
+        page_size=options.page_size,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=options.max_model_len,
+        cache_gib=options.cache_gib,
+        weight_bytes=weight_bytes,
+    )
+
+
+def _weight_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def _collect_prompt_logprobs(result: SequenceLogits) -> None:
+    seq = result.seq
+    if seq.prompt_logprobs is None or not len(result.prompt):
+        return
+    start = len(seq.prompt_logprobs)
+    targets = seq.tokens[start : start + len(result.prompt)]
+    seq.prompt_logprobs += token_logprobs(result.prompt, targets, seq.params.prompt_logprobs or 0)
+
+
+def _step_error(error: Exception) -> LongspanError:
+    if isinstance(error, LongspanError):
+        return error
+    return LongspanError(
+        f"The engine failed while it worked on this request: {type(error).__name__}: {error}.",
+        remedy="Its log says where; other requests go on.",
+    )
+
+
+def _non_finite_error() -> NonFiniteError:
+    return NonFiniteError(
+        "The model computed NaN or infinity for this request, so there is no answer to give.",
+        remedy="If it happens again, check the weights with `longspan inspect` or try --dtype float32.",
+    )
+
+
+def _nothing_left_error() -> RequestError:
+    return RequestError(
+        "Every token is banned, so none can be chosen.",
+        param="logit_bias",
+        remedy="Leave some token, or the end of the text, without a bias of -100.",
+    )

@@ -1,0 +1,138 @@
+"""Rows of logits -> one token each, in vLLM's order: logit_bias, min_tokens, penalties, constraint,
+temperature, min_p, top_k, top_p. Log-probabilities are of the unchanged logits.
+
+The arithmetic is in `ops/sampling.py`; here is which row gets what. Rows never see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longspan.engine.output import Logprob, TokenLogprobs
+from longspan.engine.sequence import Sequence
+from longspan.ops.backend import Operators
+from longspan.ops.sampling import TokenCounts, uniform
+from longspan.ops.top_k import top_k_indices
+
+BAN = -100
+"""A logit_bias of this bans a token, whatever its logit and the temperature."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """`token_id` None: everything was banned, nothing can be chosen."""
+
+    token_id: int | None
+    logprobs: TokenLogprobs | None  # None if not asked for
+
+
+class Sampler:
+    def __init__(self, ops: Operators, eos_token_ids: tuple[int, ...]) -> None:
+        self._ops = ops
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled]:
+        """logits [R, vocab] float32, finite, row r belongs to seqs[r]; not changed."""
+        edited = self._edit(logits, seqs)
+        chosen = self._choose(edited, seqs)
+        possible = edited.gather(1, torch.tensor(chosen)[:, None])[:, 0].isfinite().tolist()
+        results = []
+        for row, (seq, token_id) in enumerate(zip(seqs, chosen, strict=True)):
+            wanted = seq.params.logprobs
+            logprobs = (
+                None if wanted is None else token_logprobs(logits[row : row + 1], [token_id], wanted)[0]
+            )
+            results.append(Sampled(token_id if possible[row] else None, logprobs))
+        return results
+
+    def _edit(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
+        constraints = [seq.constraint.allowed() if seq.constraint else None for seq in seqs]
+        if not any(map(_is_edited, seqs)):
+            return logits
+        edited = logits.clone()
+        for row, (seq, allowed) in enumerate(zip(seqs, constraints, strict=True)):
+            params = seq.params
+            if params.logit_bias:
+                bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+                edited[row, list(params.logit_bias)] += torch.where(bias <= BAN, -torch.inf, bias)
+            # A constraint that leaves only the end knows better than min_tokens.
+            if seq.num_output_tokens < params.min_tokens and allowed is None:
+                edited[row, [*self._eos_token_ids, *(params.stop_token_ids or ())]] = -torch.inf
+        edited = self._penalise(edited, seqs)
+        for row, allowed in enumerate(constraints):
+            if allowed is not None:
+                kept = torch.full_like(edited[row], -torch.inf)
+                kept[list(allowed)] = edited[row, list(allowed)]
+                edited[row] = kept
+            elif (constraint := seqs[row].constraint) is not None:
+                edited[row, list(constraint.forbidden())] = -torch.inf
+        return edited
+
+    def _penalise(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
+        penalised = [row for row, seq in enumerate(seqs) if seq.token_counts is not None]
+        if not penalised:
+            return logits
+        rows, tokens, counts = [], [], []
+        for row in penalised:
+            by_token = seqs[row].token_counts or {}
+            rows += [row] * len(by_token)
+            tokens += by_token.keys()
+            counts += by_token.values()
+        return self._ops.apply_penalties(
+            logits,
+            TokenCounts(torch.tensor(rows), torch.tensor(tokens), torch.tensor(counts)),
+            torch.tensor([seq.params.presence_penalty for seq in seqs], dtype=torch.float32),
+            torch.tensor([seq.params.frequency_penalty for seq in seqs], dtype=torch.float32),
+            torch.tensor([seq.params.repetition_penalty for seq in seqs], dtype=torch.float32),
+        )
+
+    def _choose(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
+        tokens = logits.argmax(-1)  # the first of equals
+        drawn = [row for row, seq in enumerate(seqs) if not seq.params.greedy]
+        if drawn:
+            params = [seqs[row].params for row in drawn]
+            rows = logits[drawn]
+            # With the best at 0 no temperature, however small, can overflow.
+            rows = rows - rows.amax(-1, keepdim=True)
+            rows = self._ops.filter_logits(
+                rows,
+                torch.tensor([p.temperature for p in params], dtype=torch.float32),
+                torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
+                torch.tensor([p.top_p for p in params], dtype=torch.float32),
+                torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            )
+            numbers = [uniform(seqs[row].stream, seqs[row].num_output_tokens) for row in drawn]
+            tokens[drawn] = self._ops.choose(rows, torch.tensor(numbers, dtype=torch.float64))
+        return tokens.tolist()
+
+
+def _is_edited(seq: Sequence) -> bool:
+    params = seq.params
+    too_short = seq.num_output_tokens < params.min_tokens
+    return bool(params.logit_bias or params.penalises or seq.constraint or too_short)
+
+
+def token_logprobs(logits: Tensor, token_ids: Rows[int], top_n: int) -> list[TokenLogprobs]:
+    """logits [R, vocab] float32 -> for row r the log-probability of token_ids[r], then the `top_n` likeliest.
+
+    Equal ones rank by token id.
+    """
+    logprobs = torch.log_softmax(logits, -1)
+    chosen = torch.tensor(token_ids)[:, None]
+    value = logprobs.gather(1, chosen)
+    before = (logprobs == value) & (torch.arange(logits.shape[1]) < chosen)
+    ranks = ((logprobs > value) | before).sum(-1) + 1
+    top = top_k_indices(logprobs, top_n)
+    top_values = logprobs.gather(1, top)
+    results = []
+    for row, token_id in enumerate(token_ids):
+        entry = {token_id: Logprob(value[row, 0].item(), int(ranks[row]))}
+        best = sorted(zip((-top_values[row]).tolist(), top[row].tolist(), strict=True))
+        for rank, (negated, other) in enumerate(best, start=1):
+            entry.setdefault(other, Logprob(-negated, rank))
+        results.append(entry)
+    return results

@@ -1,0 +1,173 @@
+"""What an engine will hold, worked out before weights are read. Needs no torch.
+
+What was asked for is met or refused with the largest legal number; what was left open is chosen to fit.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+
+from longspan.config import ModelConfig
+from longspan.errors import CapacityError
+from longspan.memory.activations import activation_bytes
+from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
+
+GIB = 2**30
+DEFAULT_NUM_SEQS = 64
+DEFAULT_CACHE_BYTES = GIB
+"""Pages a small model gets if nothing is asked for: plenty for it, and little of the machine."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Sizes of one engine. All bytes together are an upper bound of what it takes beside Python itself."""
+
+    page_size: int
+    num_pages: int
+    num_slots: int  # sequences that can run at once
+    max_model_len: int
+    page_bytes: int = 0
+    slot_bytes: int = 0
+    weight_bytes: int = 0  # mapped from the files, so the system may drop and read them again
+    activation_bytes: int = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.cache_bytes + self.weight_bytes + self.activation_bytes
+
+    def lines(self) -> list[tuple[str, str, str]]:
+        """(what, size, remark) of each part, for people."""
+        tokens = self.num_pages * self.page_size
+        return [
+            ("weights", show_bytes(self.weight_bytes), "mapped from the checkpoint"),
+            (
+                "cache pages",
+                show_bytes(self.num_pages * self.page_bytes),
+                f"{self.num_pages} of {self.page_size} tokens, {tokens} in all",
+            ),
+            (
+                "KDA states",
+                show_bytes(self.num_slots * self.slot_bytes),
+                f"{self.num_slots} sequences at once",
+            ),
+            ("activations", show_bytes(self.activation_bytes), "of the largest step"),
+            (
+                "total, at most",
+                show_bytes(self.total_bytes),
+                f"sequences of up to {self.max_model_len} tokens",
+            ),
+        ]
+
+
+def plan_memory(
+    config: ModelConfig,
+    *,
+    element_bytes: int,
+    page_size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int | None = None,
+    max_model_len: int | None = None,
+    cache_gib: float | None = None,
+    weight_bytes: int = 0,
+    available_bytes: int | None = None,
+) -> MemoryPlan:
+    """`element_bytes` of the model's dtype; `available_bytes` None: what the machine has free now.
+
+    `cache_gib` None: enough for one longest sequence and for all KDA states, at least DEFAULT_CACHE_BYTES,
+    but never more than half of what is free beside the weights. Raises CapacityError.
+    """
+    longest = config.max_position
+    if max_model_len is not None and max_model_len > longest:
+        raise CapacityError(
+            f"max_model_len is {max_model_len}, the model was made for {longest} tokens.",
+            remedy=f"Ask for at most {longest}.",
+        )
+    page_bytes = page_size * bytes_per_token(config, element_bytes).total
+    slot_bytes = bytes_per_sequence(config, element_bytes).total
+    wanted_pages = ceil((max_model_len or longest) / page_size)
+    wanted_slots = max_num_seqs or DEFAULT_NUM_SEQS
+    if cache_gib is not None:
+        budget = int(cache_gib * GIB)
+    else:
+        available = available_memory() if available_bytes is None else available_bytes
+        most = max(available - weight_bytes, available // 4) // 2
+        budget = min(most, max(wanted_pages * page_bytes, DEFAULT_CACHE_BYTES) + wanted_slots * slot_bytes)
+
+    # What must be there, so that one sequence runs; the rest of the budget goes to whatever was left open.
+    needed_pages = wanted_pages if max_model_len is not None else ceil(2 / page_size)
+    num_slots = max_num_seqs
+    if num_slots is None:
+        for_slots = budget - (needed_pages * page_bytes if max_model_len is not None else budget // 2)
+        num_slots = max(1, min(DEFAULT_NUM_SEQS, for_slots // slot_bytes))
+    num_pages = (budget - num_slots * slot_bytes) // page_bytes
+    if num_pages < needed_pages:
+        raise _too_small(budget, page_size, page_bytes, slot_bytes, max_num_seqs, max_model_len)
+    num_pages = min(num_pages, num_slots * wanted_pages)
+    return MemoryPlan(
+        page_size=page_size,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        max_model_len=max_model_len or min(longest, num_pages * page_size),
+        page_bytes=page_bytes,
+        slot_bytes=slot_bytes,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes(config, max_num_batched_tokens, num_slots, element_bytes),
+    )
+
+
+def _too_small(
+    budget: int,
+    page_size: int,
+    page_bytes: int,
+    slot_bytes: int,
+    max_num_seqs: int | None,
+    max_model_len: int | None,
+) -> CapacityError:
+    """The error for a budget that can't hold what was asked for, with the largest numbers that it can."""
+    pages = ceil((max_model_len or 2) / page_size)
+    slots = max_num_seqs or 1
+    needed = pages * page_bytes + slots * slot_bytes
+    remedies = [f"give --cache-gib {ceil(100 * needed / GIB) / 100:.2f}"]
+    fitting_slots = (budget - pages * page_bytes) // slot_bytes
+    if max_num_seqs is not None and fitting_slots > 0:
+        remedies.append(f"lower --max-num-seqs to {fitting_slots}")
+    fitting_tokens = (budget - slots * slot_bytes) // page_bytes * page_size
+    if max_model_len is not None and fitting_tokens >= 2:
+        remedies.append(f"lower --max-model-len to {fitting_tokens}")
+    return CapacityError(
+        f"The cache of {show_bytes(budget)} can't hold {slots} KDA state{'s' * (slots > 1)} of "
+        f"{show_bytes(slot_bytes)} and {pages} page{'s' * (pages > 1)} of {show_bytes(page_bytes)} "
+        f"for one sequence of {max_model_len or 2} tokens: that takes {show_bytes(needed)}.",
+        remedy=f"To mend it, {', or '.join(remedies)}.",
+    )
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as far as the system says, limits of a container included."""
+    limits = []
+    try:
+        meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        limits.append(int(meminfo["MemAvailable"].split()[0]) * 1024)
+    except (OSError, KeyError, ValueError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
+def show_bytes(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
