@@ -78,6 +78,10 @@ class AsyncEngine:
         return self._engine.max_model_len
 
     @property
+    def plan(self) -> MemoryPlan:
+        return self._engine.plan
+
+    @property
     def stats(self) -> EngineStats:
         return self._engine.stats
 
