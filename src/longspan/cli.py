@@ -1,0 +1,99 @@
+"""The `longspan` command. A command is a module with `add_arguments(parser)` and `main(args) -> exit code`.
+
+Only the module of the command asked for is imported, so `longspan inspect` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from longspan import __version__
+from longspan.errors import LongspanError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One line of help, the module that does the work, and examples that can be pasted."""
+
+    summary: str
+    module: str
+    examples: str
+
+
+COMMANDS = {
+    "serve": Command(
+        "Serve a checkpoint over HTTP with OpenAI's API.",
+        "longspan.serve.command",
+        """\
+  longspan serve models/k31-tiny
+  longspan serve /data/kimi-linear --dtype float32 --port 9000 --served-model-name kimi
+  LONGSPAN_API_KEY=secret longspan serve models/k31-tiny --host 0.0.0.0 --max-queue 64
+
+endpoints:
+  /v1/chat/completions  /v1/completions  /v1/models  /tokenize  /detokenize  /health  /metrics  /version""",
+    ),
+    "generate": Command(
+        "Answer one question or continue one text on the terminal.",
+        "longspan.generate",
+        """\
+  longspan generate models/k31-tiny --chat "What is 417 + 286?" --temperature 0
+  longspan generate models/k31-tiny --prompt "In the beginning" --max-tokens 40 --seed 1
+  echo "What is 417 + 286?" | longspan generate models/k31-tiny --chat - --no-thinking""",
+    ),
+    "inspect": Command(
+        "Show what a checkpoint holds, what is wrong with it and what it needs.",
+        "longspan.inspect",
+        """\
+  longspan inspect models/k31-tiny
+  longspan inspect config.json --context 1000000 --json""",
+    ),
+    "eval": Command(
+        "Measure the skills of the bundled checkpoint on fresh data.",
+        "longspan.evaluation",
+        """\
+  longspan eval models/k31-tiny""",
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 done, 2 refused with a message, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    args = _parser(chosen=argv[0] if argv else "").parse_args(argv)
+    try:
+        return import_module(COMMANDS[args.command].module).main(args)
+    except LongspanError as error:
+        print(f"longspan {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output (head, less) has left; the flush at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="longspan",
+        description="Inference engine for Kimi-Linear, Kimi K3 and Kimi K3.1 Pro.",
+        epilog="Start with: longspan serve models/k31-tiny. More: longspan COMMAND --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"longspan {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.summary,
+            description=command.summary,
+            epilog=f"examples:\n{command.examples}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if name == chosen:
+            import_module(command.module).add_arguments(subparser)
+    return parser

@@ -1,0 +1,125 @@
+"""The HTTP application: routes, and what stands before them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from longspan import __version__
+from longspan.errors import RequestError
+from longspan.serve.chat import complete_chat, prepare_chat, stream_chat
+from longspan.serve.completions import complete_text, prepare_completion, stream_completion
+from longspan.serve.delivery import EventStream, unless_disconnected
+from longspan.serve.failures import error_object, install_handlers
+from longspan.serve.gate import Gate
+from longspan.serve.prompts import chat_prompt
+from longspan.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from longspan.serve.service import Service
+
+
+def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -> FastAPI:
+    """All routes over one engine. `draining()`: the server was told to stop, so new work is refused."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.engine.shutdown()
+
+    app = FastAPI(title="Longspan", version=__version__, lifespan=lifespan)
+    install_handlers(app)
+    options = service.options
+    app.add_middleware(
+        Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes, draining=draining
+    )
+    _add_generation_routes(app, service)
+    _add_token_routes(app, service)
+    _add_state_routes(app, service, draining)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, service: Service) -> None:
+    # Rendering and encoding a long chat takes seconds, so a thread does it: the event loop never waits.
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        async def answer() -> Response:
+            call = await asyncio.to_thread(prepare_chat, service, body)
+            if body.stream:
+                return await EventStream.open(stream_chat(service, call))
+            return JSONResponse(await complete_chat(service, call))
+
+        return await unless_disconnected(request.receive, answer())
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        async def answer() -> Response:
+            call = await asyncio.to_thread(prepare_completion, service, body)
+            if body.stream:
+                return await EventStream.open(stream_completion(service, call))
+            return JSONResponse(await complete_text(service, call))
+
+        return await unless_disconnected(request.receive, answer())
+
+
+def _add_token_routes(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.model_name(body.model)
+        if body.messages is not None and body.prompt is None:
+            tokens = (await asyncio.to_thread(chat_prompt, service.tokenizer, body)).token_ids
+        elif body.prompt is not None and body.messages is None:
+            tokens = await asyncio.to_thread(service.tokenizer.encode, body.prompt)
+        else:
+            raise RequestError("Exactly one of `prompt` and `messages` is expected.", param="prompt")
+        strings = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": service.engine.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        service.model_name(body.model)
+        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
+
+
+def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], bool]) -> None:
+    started = int(time.time())
+
+    def card(name: str) -> dict[str, Any]:
+        root = service.options.served_model_names[0]
+        length = service.engine.max_model_len
+        return {"id": name, "object": "model", "created": started, "owned_by": "longspan", "root": root,
+                "max_model_len": length}  # fmt: skip
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in service.options.served_model_names]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return card(service.model_name(name))
+
+    @app.get("/health")
+    async def health() -> Response:
+        if draining() or not service.engine.healthy:
+            what = "the server is shutting down" if draining() else "the engine has died"
+            return JSONResponse(error_object(503, f"Not serving: {what}."), 503)
+        return Response(status_code=200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}

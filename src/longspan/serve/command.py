@@ -1,0 +1,120 @@
+"""`longspan serve`: flags, start-up in an order that fails early, and what is printed when it stands."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from longspan.engine.options import EngineOptions, add_engine_arguments
+from longspan.errors import CapacityError
+
+if TYPE_CHECKING:
+    from longspan.engine.engine import Engine
+    from longspan.serve.service import ServeOptions
+
+QUESTION = "What is 417 + 286?"  # the bundled checkpoint can answer it
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, help="checkpoint directory in the published format")
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    group.add_argument("--port", type=int, default=8000, help="0 takes any free port (default: %(default)s)")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names that requests may use (default: the directory's)",
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("LONGSPAN_API_KEY"),
+        help="demanded of every request but /health, /metrics and /version (default: $LONGSPAN_API_KEY)",
+    )
+    group.add_argument(
+        "--max-queue",
+        type=int,
+        metavar="N",
+        default=256,
+        help="requests that may wait beyond those that can run; more get 429 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-body-mib",
+        type=float,
+        metavar="MIB",
+        default=64,
+        help="larger requests get 413 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--drain-seconds",
+        type=float,
+        metavar="S",
+        default=30,
+        help="after SIGTERM or Ctrl-C, how long running requests may go on (default: %(default)s)",
+    )
+    group.add_argument("--access-log", action="store_true", help="print a line for each request")
+    add_engine_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Serves until it is told to stop. Raises LongspanError for what can't be served."""
+    for name in ("max_queue", "max_body_mib", "drain_seconds"):
+        if not getattr(args, name) >= 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise CapacityError(f"{flag} is {getattr(args, name)}.", remedy="It must not be negative.")
+
+    from longspan.serve.server import Server, bind
+
+    with bind(
+        args.host, args.port
+    ) as listener:  # first, so that a taken port is known before weights are read
+        from longspan.engine.async_engine import AsyncEngine
+        from longspan.engine.engine import Engine
+        from longspan.serve.app import create_app
+        from longspan.serve.service import ServeOptions, Service
+
+        engine = Engine.from_path(args.model, EngineOptions.from_args(args))
+        options = ServeOptions(
+            served_model_names=tuple(args.served_model_name or [args.model.resolve().name]),
+            api_key=args.api_key or None,
+            max_queue=args.max_queue,
+            max_body_bytes=int(args.max_body_mib * 2**20),
+        )
+        async_engine = AsyncEngine(engine)
+        app = create_app(Service(async_engine, options), draining=lambda: server.should_exit)
+        url = f"http://{_reachable(args.host)}:{listener.getsockname()[1]}"
+        server = Server(
+            app,
+            drain_seconds=args.drain_seconds,
+            abort_all=async_engine.abort_all,
+            on_start=lambda: print(_welcome(engine, options, url), flush=True),
+            access_log=args.access_log,
+        )
+        server.serve_on(listener)
+    return 0
+
+
+def _reachable(host: str) -> str:
+    """An address to reach a server that listens on `host`."""
+    if host in ("", "0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host
+
+
+def _welcome(engine: Engine, options: ServeOptions, url: str) -> str:
+    """What runs, what it holds, and a line to try it with."""
+    config, model = engine.config, options.served_model_names[0]
+    lines = [f"{model}: {config.family}, {config.num_layers} layers, {engine.options.dtype}"]
+    lines += [f"  {what:<16}{size:>10}  {remark}" for what, size, remark in engine.plan.lines()]
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
+    key = " -H 'Authorization: Bearer '$LONGSPAN_API_KEY" if options.api_key else ""
+    lines += [
+        f"Serving on {url} (Ctrl-C stops). Try:",
+        f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,111 @@
+"""Every failure in OpenAI's error shape: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from longspan.errors import LongspanError, OverloadedError, RequestError
+
+logger = logging.getLogger("longspan.serve")
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served here (HTTP 404)."""
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody is left to answer."""
+
+
+class QueueFullError(OverloadedError):
+    """As many requests wait as the operator allows (HTTP 429); trying again later helps."""
+
+
+def status_of(error: Exception) -> int:
+    """HTTP status of an error: 4xx is the caller's to mend, 429 and 503 pass with time, 500 is ours."""
+    if isinstance(error, UnknownModelError):
+        return 404
+    if isinstance(error, RequestError):
+        return 400
+    if isinstance(error, QueueFullError):
+        return 429
+    if isinstance(error, OverloadedError):
+        return 503
+    return 500
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """The error object for a response body or an event of a stream."""
+    message = str(error) if isinstance(error, LongspanError) else "The server failed; its log says why."
+    return error_object(status_of(error), message, getattr(error, "param", None))
+
+
+def error_object(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(error: Exception) -> JSONResponse:
+    status = status_of(error)
+    if status >= 500:
+        logger.error("a request failed: %s", error)
+    headers = {"Retry-After": "1"} if status in (429, 503) else None
+    return JSONResponse(error_body(error), status, headers)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Makes `app` answer every exception in OpenAI's error shape."""
+
+    @app.exception_handler(LongspanError)
+    async def _ours(request: Request, error: LongspanError) -> JSONResponse:
+        return error_response(error)
+
+    @app.exception_handler(ClientGoneError)
+    async def _gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(RequestValidationError)
+    async def _malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        message, param = _first_problem(error.errors())
+        return JSONResponse(error_object(400, message, param), 400)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path} does not exist; see /openapi.json for what does."
+        return JSONResponse(error_object(error.status_code, message), error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        return error_response(error)
+
+
+def _first_problem(problems: list[Any] | Any) -> tuple[str, str | None]:
+    """One sentence and the field's path. For a union, the alternatives that were tried are joined."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "syntax error")
+        return f"The request body is not valid JSON: {reason} at character {first['loc'][-1]}.", None
+    path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    alternatives = {
+        p["msg"][0].lower() + p["msg"][1:] for p in problems if p["loc"][1:2] == first["loc"][1:2]
+    }
+    where = f"`{param}`" if param else "The request body"
+    return f"{where}: {' or '.join(sorted(alternatives))}.", param or None

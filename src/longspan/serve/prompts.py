@@ -1,0 +1,110 @@
+"""Messages and options of a body -> token ids of the prompt. Slow for long chats: run it in a thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from longspan.chat import Segment, Tokenizer, render
+from longspan.chat.xtml import close_tag, open_tag, text
+from longspan.errors import RequestError
+from longspan.serve.messages import ThinkingOptions, check_messages, function_names, thinking_options
+from longspan.serve.protocol import ChatRequest, TokenizeRequest
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Whether tools may be called. `forced`: functions of which one must be; None: the model decides."""
+
+    allowed: bool
+    forced: list[str] | None
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """`in_reasoning`: the prompt ends inside the think channel, so the reply starts there."""
+
+    token_ids: list[int]
+    in_reasoning: bool
+    tools: ToolUse
+
+
+def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
+    """Renders and encodes a chat. Raises RequestError naming the field that is wrong."""
+    messages = check_messages(body.messages or [])
+    thinking = thinking_options(body.reasoning_effort, body.thinking, body.chat_template_kwargs)
+    tools = _tool_use(body)
+    partial = _partial_reply(messages, thinking) if body.continue_final_message else None
+    segments = render(
+        messages[:-1] if partial is not None else messages,
+        body.tools,
+        thinking=thinking.enabled,
+        thinking_effort=thinking.effort,
+        tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else None,
+        add_generation_prompt=body.add_generation_prompt or partial is not None,
+        images=(),
+    )
+    if partial is not None:
+        segments += partial.segments
+    in_reasoning = thinking.enabled and not (partial and partial.in_response)
+    return ChatPrompt(tokenizer.encode_segments(segments), in_reasoning, tools)
+
+
+@dataclass(frozen=True)
+class _Partial:
+    segments: list[Segment]
+    in_response: bool
+
+
+def _partial_reply(messages: list[dict], thinking: ThinkingOptions) -> _Partial:
+    """What follows the generation prompt when the last message is to be continued."""
+    last = messages[-1]
+    where = f"messages[{len(messages) - 1}]"
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        raise RequestError(
+            "`continue_final_message` needs a last message of role assistant without tool calls.",
+            param="continue_final_message",
+            remedy="Leave it out, or end `messages` with the text to continue.",
+        )
+    content = last.get("content") or ""
+    reasoning = last.get("reasoning_content") or last.get("reasoning") or ""
+    for name, value in (("content", content), ("reasoning_content", reasoning)):
+        if not isinstance(value, str):
+            raise RequestError(f"`{where}.{name}` is not a string.", param=f"{where}.{name}")
+    if not thinking.enabled:
+        if reasoning:
+            what = "There is reasoning to continue, but thinking is off."
+            raise RequestError(
+                what, param=f"{where}.reasoning_content", remedy="Turn thinking on or leave it out."
+            )
+        return _Partial(text(content), in_response=True)
+    if not content:
+        return _Partial(text(reasoning), in_response=False)
+    opened = [*text(reasoning), *close_tag("think"), *open_tag("response"), *text(content)]
+    return _Partial(opened, in_response=True)
+
+
+def _tool_use(body: ChatRequest | TokenizeRequest) -> ToolUse:
+    names = function_names(body.tools or [])
+    for i, message in enumerate(body.messages or []):
+        if isinstance(message, dict) and isinstance(message.get("tools"), list):
+            names += function_names(message["tools"], f"messages[{i}].tools")
+    match body.tool_choice:
+        case None | "auto":
+            return ToolUse(allowed=True, forced=None)
+        case "none":
+            return ToolUse(allowed=False, forced=None)
+        case "required" if names:
+            return ToolUse(allowed=True, forced=names)
+        case "required":
+            what = '`tool_choice` is "required", but no tools are declared.'
+            raise RequestError(what, param="tool_choice", remedy="Declare them in `tools`.")
+        case {"type": "function", "function": {"name": str(name)}}:
+            pass
+        case other:
+            legal = 'Legal: "auto", "none", "required", {"type": "function", "function": {"name": ...}}.'
+            raise RequestError(f"`tool_choice` is {other!r}.", param="tool_choice", remedy=legal)
+    if name not in names:
+        known = ", ".join(names) or "none"
+        what = f"`tool_choice` names the function {name!r}, which is not declared."
+        raise RequestError(what, param="tool_choice", remedy=f"Declared: {known}.")
+    return ToolUse(allowed=True, forced=[name])

@@ -1,0 +1,261 @@
+"""Bodies of the HTTP routes. A field is honoured, or refused by name with what would have been accepted.
+
+`null` means "not given", as in OpenAI's API. Ranges of the sampling fields belong to `SamplingParams`, the
+structure of chat messages to `longspan.chat`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from longspan.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field of OpenAI's or vLLM's API that is known and not supported; `harmless` values change nothing."""
+
+    remedy: str
+    harmless: tuple[Any, ...] = ()
+
+
+_NO_STORE = Refused("Nothing is stored: leave it out or send false.", (False,))
+_TIER = Refused('There is one tier: leave it out, or send "auto" or "default".', ("auto", "default"))
+_GUIDED = Refused("Guided decoding is not available; describe the format in the prompt.")
+
+REFUSED_EVERYWHERE = {
+    "use_beam_search": Refused("Beam search is not available; leave it out or send false.", (False,)),
+    "length_penalty": Refused("It belongs to beam search, which is not available.", (1, 1.0)),
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "structured_outputs": _GUIDED,
+    "truncate_prompt_tokens": Refused("Prompts are never cut; shorten the prompt before sending it."),
+    "allowed_token_ids": Refused("Use `logit_bias` instead."),
+    "bad_words": Refused("Use `logit_bias` instead."),
+    "priority": Refused("Requests are served in order of arrival; leave it out or send 0.", (0,)),
+    "skip_special_tokens": Refused(
+        "Control tokens never appear in text; leave it out or send true.", (True,)
+    ),
+    "spaces_between_special_tokens": Refused("Leave it out; tokens are joined as they are.", (True, False)),
+}
+REFUSED_IN_CHAT = {
+    "skip_special_tokens": Refused("Markup is read, never shown; leave it out or send true.", (True,)),
+    "functions": Refused("Use `tools`."),
+    "function_call": Refused("Use `tool_choice`."),
+    "audio": Refused("Replies are text; leave it out."),
+    "modalities": Refused('Replies are text: leave it out or send ["text"].', (["text"],)),
+    "prediction": Refused("Predicted outputs are not available; leave it out."),
+    "web_search_options": Refused("There is no built-in web search; declare your own in `tools`."),
+    "verbosity": Refused('Only "medium", which changes nothing, is accepted.', ("medium",)),
+    "service_tier": _TIER,
+    "store": _NO_STORE,
+    "echo": Refused("Leave it out or send false.", (False,)),
+    "chat_template": Refused("The format of this model family is fixed; use `chat_template_kwargs`."),
+    "documents": Refused("Put documents into a message."),
+}
+REFUSED_IN_COMPLETIONS = {
+    "suffix": Refused("The model continues text and does not fill in the middle; leave it out."),
+    "best_of": Refused("Leave it out, or use `n` and choose among the answers.", (1,)),
+    "messages": Refused("Chats belong to /v1/chat/completions."),
+    "response_format": Refused('Only {"type": "text"} is supported.', ({"type": "text"},)),
+}
+
+
+class Body(BaseModel):
+    """A JSON body. `refused` lists the known fields that are not supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    refused: ClassVar[dict[str, Refused]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_supported_fields(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            raise RequestError(f"The request body is {_json_kind(body)}; a JSON object is expected.")
+        return _keep_supported(body, list(cls.model_fields), cls.refused)
+
+
+def _keep_supported(body: dict[str, Any], known: list[str], refused: dict[str, Refused]) -> dict[str, Any]:
+    kept = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in known:
+            kept[name] = value
+        elif name not in refused:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            hint = f"Did you mean `{close[0]}`?" if close else f"Known fields: {', '.join(sorted(known))}."
+            raise RequestError(f"Unknown field `{name}`.", param=name, remedy=hint)
+        elif not any(value == ok and type(value) is type(ok) for ok in refused[name].harmless):
+            raise RequestError(f"`{name}` is not supported.", param=name, remedy=refused[name].remedy)
+    return kept
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` adds a last chunk without choices, `continuous_usage_stats` usage on every chunk."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """What chats and completions share. `sampling()` gives the fields of `SamplingParams` by its names."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    prompt_logprobs: int | None = None
+    n: int = Field(default=1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # accepted: it changes nothing
+    metadata: dict[str, Any] | None = None  # accepted: it changes nothing
+    request_id: str | None = None
+
+    not_sampling: ClassVar[frozenset[str]] = frozenset(
+        {"model", "stream", "stream_options", "user", "metadata", "request_id"}
+    )
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError(
+                "`stream_options` was given without `stream`.",
+                param="stream_options",
+                remedy="Set `stream` to true or leave it out.",
+            )
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                "`prompt_logprobs` is not available in a stream.",
+                param="prompt_logprobs",
+                remedy="Set `stream` to false.",
+            )
+        return self
+
+    def sampling(self) -> dict[str, Any]:
+        names = GenerationBody.model_fields.keys() - self.not_sampling
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _bias_by_id(self.logit_bias)
+        return given
+
+
+class ChatRequest(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    refused = REFUSED_EVERYWHERE | REFUSED_IN_CHAT
+
+    messages: list[Any]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking: dict[str, Any] | bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        longer = self.max_completion_tokens
+        if longer is not None and given.setdefault("max_tokens", longer) != longer:
+            raise RequestError(
+                f"`max_tokens` is {self.max_tokens} and `max_completion_tokens` is {longer}.",
+                param="max_completion_tokens",
+                remedy="They mean the same: send one of them.",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError(
+                "`top_logprobs` was given without `logprobs`.",
+                param="top_logprobs",
+                remedy="Set `logprobs` to true.",
+            )
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        return given
+
+
+class CompletionRequest(GenerationBody):
+    """POST /v1/completions. Text in `prompt` is plain text; control tokens can be given as token ids."""
+
+    refused = REFUSED_EVERYWHERE | REFUSED_IN_COMPLETIONS
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling() | {"skip_special_tokens": self.skip_special_tokens}
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+        return given
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize: a text (`prompt`) or a chat (`messages` and the fields that shape its rendering)."""
+
+    refused: ClassVar[dict[str, Refused]] = {
+        "add_special_tokens": Refused("This tokenizer adds none; leave it out.", (True, False)),
+    }
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    thinking: dict[str, Any] | bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        bad = next(token for token in bias if not token.lstrip("-").isdigit())
+        raise RequestError(
+            f"`logit_bias` has the key {bad!r}.",
+            param="logit_bias",
+            remedy='Keys are token ids, as in {"1734": -100}.',
+        ) from None
+
+
+def _json_kind(value: Any) -> str:
+    kinds = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return kinds.get(type(value), "null")

@@ -1,0 +1,74 @@
+"""Running the app: take the port, serve, and on SIGTERM or SIGINT finish what is running, then leave."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from longspan.errors import CapacityError
+
+_GRACE_AFTER_ABORT = 5  # seconds that aborted requests have to tell their clients
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the port, 0 = any free one. Raises CapacityError if it can't be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.set_inheritable(True)
+    except OSError as error:
+        raise CapacityError(
+            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
+            remedy="Choose another --port, or stop what uses this one.",
+        ) from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server. Told to stop, it lets requests run for `drain_seconds`, then calls `abort_all`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        drain_seconds: float,
+        abort_all: Callable[[], None],
+        on_start: Callable[[], None],
+        access_log: bool,
+    ) -> None:
+        config = uvicorn.Config(
+            app,
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            lifespan="on",
+            timeout_graceful_shutdown=int(drain_seconds) + _GRACE_AFTER_ABORT,
+        )
+        super().__init__(config)
+        self._drain_seconds = drain_seconds
+        self._abort_all = abort_all
+        self._on_start = on_start
+
+    def serve_on(self, listener: socket.socket) -> None:
+        """Serves until a signal asks it to stop; returns when all requests have ended."""
+        # uvicorn raises the signal again when it is done; with these handlers that is no death by signal.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        self.run(sockets=[listener])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._abort_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()

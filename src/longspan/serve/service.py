@@ -1,0 +1,122 @@
+"""The engine as the routes see it: names, admission, metering, and runs that clean up after themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from longspan.chat import Tokenizer
+from longspan.engine.async_engine import AsyncEngine
+from longspan.engine.output import StepOutput
+from longspan.engine.request import Request
+from longspan.errors import OverloadedError, RequestError
+from longspan.serve.failures import QueueFullError, UnknownModelError
+from longspan.serve.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Names and limits of one server."""
+
+    served_model_names: tuple[str, ...]
+    api_key: str | None = None
+    max_queue: int = 256  # choices that may wait beyond those that can run
+    max_body_bytes: int = 64 * 2**20
+
+
+class Service:
+    """Every route reaches the engine through `run`."""
+
+    def __init__(self, engine: AsyncEngine, options: ServeOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = Metrics(options.served_model_names[0], lambda: engine.stats)
+        self._capacity = engine.plan.num_slots + options.max_queue  # choices that run or wait
+        self._admitted = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError for a checkpoint without one."""
+        if self.engine.tokenizer is None:
+            raise RequestError(
+                "This checkpoint has no tokenizer.", remedy="Use /v1/completions with token ids in `prompt`."
+            )
+        return self.engine.tokenizer
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with. Raises UnknownModelError."""
+        names = self.options.served_model_names
+        if asked is None or asked in names:
+            return asked or names[0]
+        raise UnknownModelError(
+            f"The model {asked!r} is not served here.", param="model", remedy=f"Served: {', '.join(names)}."
+        )
+
+    def check(self, request: Request) -> None:
+        """Raises RequestError if the engine could never serve the request."""
+        request.validate(self.engine.config.vocab_size, self.engine.max_model_len)
+        if request.params.n > self._capacity:
+            what = f"`n` is {request.params.n}, and this server takes {self._capacity} choices at a time."
+            raise RequestError(what, param="n", remedy=f"Ask for {self._capacity} or fewer.")
+
+    @asynccontextmanager
+    async def run(self, requests: list[Request]) -> AsyncIterator[AsyncIterator[StepOutput]]:
+        """Admits the requests and runs them together; gives their outputs as they come.
+
+        Leaving the block, for whatever reason, ends what still runs. Raises QueueFullError at once, and while
+        iterating the error of a choice that failed, or OverloadedError if the engine gave it up.
+        """
+        wanted = sum(request.params.n for request in requests)
+        if self._admitted + wanted > self._capacity:
+            raise QueueFullError(
+                f"{self._admitted} choices are running or waiting, and this server takes {self._capacity}.",
+                remedy="Try again later, or raise --max-queue.",
+            )
+        self._admitted += wanted
+        try:
+            async with aclosing(_merge([self.engine.generate(request) for request in requests])) as outputs:
+                yield self._metered(requests, outputs)
+        finally:
+            self._admitted -= wanted
+
+    async def _metered(
+        self, requests: list[Request], outputs: AsyncIterator[StepOutput]
+    ) -> AsyncIterator[StepOutput]:
+        meters = {
+            (request.id, index): self.metrics.meter(len(request.prompt_token_ids))
+            for request in requests
+            for index in range(request.params.n)
+        }
+        async for step in outputs:
+            meters[step.request_id, step.index].observe(step)
+            if step.finish and step.finish.reason == "abort":
+                raise OverloadedError("The server is shutting down, so it gave up on this request.")
+            yield step
+
+
+async def _merge(sources: list[AsyncGenerator[StepOutput, None]]) -> AsyncGenerator[StepOutput, None]:
+    """Items of all sources as they come. Closing it closes them all."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as source:
+            async for item in source:
+                yield item
+        return
+    items: asyncio.Queue[StepOutput | None] = asyncio.Queue()
+
+    async def pump(source: AsyncGenerator[StepOutput, None]) -> None:
+        async with aclosing(source):
+            async for item in source:
+                items.put_nowait(item)
+
+    pumps = [asyncio.create_task(pump(source)) for source in sources]
+    everything = asyncio.gather(*pumps)
+    everything.add_done_callback(lambda _: items.put_nowait(None))
+    try:
+        while (item := await items.get()) is not None:
+            yield item
+        await everything
+    finally:
+        everything.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
