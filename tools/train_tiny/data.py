@@ -1,0 +1,159 @@
+"""Training sequences: packed conversations in the XTML format, and plain English.
+
+A conversation is rendered message by message with `longspan.chat.render` and encoded segment by segment, so
+the ids are those a server would produce. Loss weight is 1 on what the assistant writes after the generation
+prompt and small elsewhere.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from longspan.chat import Tokenizer, render
+from longspan.evaluation import skills, tool_skill, vocabulary
+from longspan.evaluation.skills import Turn
+from longspan.evaluation.text import Text
+from torch import Tensor
+
+PROMPT_WEIGHT = 0.05
+ENGLISH_WEIGHT = 0.5
+
+
+@dataclass(frozen=True)
+class Options:
+    """How one conversation is rendered."""
+
+    tools: list[dict[str, Any]] | None = None
+    system: str | None = None
+    thinking: bool = True
+    effort: str | None = "max"
+
+
+def draw_options(rng: random.Random, tools: list[dict[str, Any]] | None = None) -> Options:
+    system = rng.choice(vocabulary.SYSTEM_PROMPTS) if rng.random() < 0.25 else None
+    effort = rng.choices(("max", "high", "low", None), (6, 1, 1, 1))[0]
+    return Options(tools, system, rng.random() > 0.12, effort)
+
+
+@dataclass
+class Sequence:
+    """Token ids, their loss weights (of predicting that very token), and the answers as (skill, start, end)."""
+
+    ids: list[int]
+    weights: list[float]
+    answers: list[tuple[str, int, int]]
+
+
+class Builder:
+    """Turns turns into ids for one tokenizer and one English text."""
+
+    def __init__(self, tokenizer: Tokenizer, text: Text) -> None:
+        self.tokenizer = tokenizer
+        self.text = text
+        self.size = lru_cache(maxsize=200_000)(lambda s: len(tokenizer.encode(s)))
+
+    def begin(self, options: Options) -> Sequence:
+        effort = options.effort if options.thinking else None
+        messages = [{"role": "system", "content": options.system}] if options.system else []
+        segments = render(
+            messages, options.tools, thinking=options.thinking, thinking_effort=effort, add_generation_prompt=False
+        )
+        ids = self.tokenizer.encode_segments(segments)
+        return Sequence(ids, [PROMPT_WEIGHT] * len(ids), [])
+
+    def add(self, sequence: Sequence, turn: Turn, options: Options) -> None:
+        prompt = render(turn.messages, thinking=options.thinking)
+        answer = turn.answer
+        if options.effort == "low" and options.thinking and turn.skill != "addition":
+            answer = answer | {"reasoning_content": ""}
+        opening = len(render([], thinking=options.thinking))
+        segments = render([answer], thinking=options.thinking, add_generation_prompt=False)[opening:]
+        head, tail = self.tokenizer.encode_segments(prompt), self.tokenizer.encode_segments(segments)
+        sequence.ids += head + tail
+        sequence.weights += [PROMPT_WEIGHT] * len(head) + [1.0] * len(tail)
+        sequence.answers.append((turn.skill, len(sequence.ids) - len(tail), len(sequence.ids)))
+
+    def turns(self, rng: random.Random, kind: str, options: Options, length: int, declared: list[Any]) -> list[Turn]:
+        match kind:
+            case "retrieval":
+                most = max(2, min(24, length // 60))
+                count, questions = rng.randrange(1, most + 1), rng.randrange(2, 9)
+                return skills.retrieval(rng, self.text, length, self.size, count, questions)
+            case "copy":
+                return skills.copy(rng, self.text, rng.choice((10, 20, 40, 60)))
+            case "addition":
+                digits = 3 if rng.random() < 0.85 else rng.choice((1, 2))
+                return skills.addition(rng, options.thinking, digits)
+            case "tool":
+                return tool_skill.call(rng, declared)
+            case "short":
+                return skills.short_answer(rng)
+            case _:
+                return skills.continuation(rng, self.text)
+
+    def conversation(self, rng: random.Random, length: int, mix: dict[str, float]) -> Sequence:
+        """At least `length` ids: turns of one or several kinds, drawn by weight from `mix`."""
+        kinds = list(mix)
+        first = rng.choices(kinds, list(mix.values()))[0]
+        if first == "english":
+            return self.english(rng, length)
+        declared = tool_skill.declare(rng, rng.randrange(1, 2 + min(3, length // 250))) if first == "tool" else []
+        options = draw_options(rng, [d.tool for d in declared] or None)
+        sequence = self.begin(options)
+        # Either one kind throughout, or after the first whatever comes.
+        others = [k for k in kinds if k not in ("english", "retrieval") and (k != "tool" or declared)]
+        single = rng.random() < 0.5
+        kind = first
+        while len(sequence.ids) < length:
+            room = length - len(sequence.ids)
+            context = int(room * rng.uniform(0.3, 0.85)) if not sequence.answers else min(room, rng.randrange(60, 240))
+            for turn in self.turns(rng, kind, options, context, declared):
+                self.add(sequence, turn, options)
+            kind = first if single else rng.choices(others, [mix[k] for k in others])[0]
+        return sequence
+
+    def english(self, rng: random.Random, length: int) -> Sequence:
+        ids: list[int] = []
+        at = rng.randrange(len(self.text.sentences))
+        while len(ids) < length:
+            sentence = self.text.sentences[at % len(self.text.sentences)]
+            ids += self.tokenizer.encode(sentence if not ids else " " + sentence)
+            at += 1
+        return Sequence(ids, [ENGLISH_WEIGHT] * len(ids), [("english", 0, len(ids))])
+
+    def batch(self, rng: random.Random, size: int, length: int, mix: dict[str, float]) -> tuple[Tensor, Tensor, Tensor]:
+        """Inputs [B,T], targets [B,T] and loss weights [B,T]."""
+        drawn = [self.conversation(rng, length + 1, mix) for _ in range(size)]
+        ids = torch.tensor([s.ids[: length + 1] for s in drawn])
+        weights = torch.tensor([s.weights[1 : length + 1] for s in drawn])
+        return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights
+
+
+def tokenizer_texts(text: Text, seed: int = 0, conversations: int = 3000) -> Iterator[str]:
+    """What the tokenizer is trained on: a fifth of the English, and every segment of many conversations."""
+    rng = random.Random(seed)
+    yield from text.sentences[::5]
+    for i in range(conversations):
+        kind = ("tool", "short", "copy", "addition", "retrieval")[i % 5]
+        declared = tool_skill.declare(rng, 2)
+        options = draw_options(rng, [d.tool for d in declared] if kind == "tool" else None)
+        builder = _Measure(text)
+        messages: list[dict[str, Any]] = []
+        for turn in builder.turns(rng, kind, options, 120, declared):
+            messages += [*turn.messages, turn.answer]
+        for segment in render(messages, options.tools, thinking_effort=options.effort, add_generation_prompt=False):
+            if not segment.special:
+                yield segment.text
+
+
+class _Measure(Builder):
+    """A builder without a tokenizer: sizes are guessed from the number of characters."""
+
+    def __init__(self, text: Text) -> None:
+        self.text = text
+        self.size = lambda s: len(s) // 4
