@@ -148,6 +148,6 @@ def agreed(stated: list[tuple[str, Any]]) -> None:
         first_path, first = stated[0]
         if value != first:
             raise ConfigError(
-                f"{first_path} is {shown(first)} but {path} is {shown(value)}; they mean the same, so must agree.",
+                f"{first_path} is {shown(first)} but {path} is {shown(value)}; the two must agree.",
                 remedy="Take config.json from the release that the weights came from.",
             )

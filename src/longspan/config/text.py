@@ -21,7 +21,7 @@ _INDEXER_HEADS = (
 _INDEXER_DIM = ("index_head_dim", "head_dim", "indexer_head_dim", "key_length")
 _INDEXER_TOP_K = ("index_topk", "topk", "top_k", "index_top_k", "indexer_topk", "topk_tokens")
 _INDEXER_LAYERS = ("dsa_layers", "layers", "layer_ids", "indexer_layers", "full_attn_layers")
-# Absent means "without" in Kimi-Linear; K3 has all of these, and without one would be another model in silence.
+# Absent means "without" in Kimi-Linear. K3 has all of these; without one it is another model in silence.
 _STATED_BY_K3 = (
     "attn_res_block_size",
     "latent_moe_use_norm",
@@ -33,7 +33,7 @@ _STATED_BY_K3_KDA = ("gate_lower_bound", "use_full_rank_gate")
 
 
 def require_what_k3_states(text: Fields) -> None:
-    """Raise ConfigError if a field is absent whose absence would choose Kimi-Linear's maths. null is a statement."""
+    """Raise ConfigError if a field is absent whose absence would mean Kimi-Linear's maths."""
     kda = text.section("linear_attn_config")
     for fields, names in ((text, _STATED_BY_K3), (kda, _STATED_BY_K3_KDA)):
         for name in names:

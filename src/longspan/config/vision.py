@@ -38,10 +38,7 @@ def read_vision(fields: Fields, hidden_size: int) -> VisionConfig:
     if qkv % heads:
         raise fields.refuse(("qkv_hidden_size",), qkv, f"a multiple of vt_num_attention_heads = {heads}")
     text_size = fields.integer("text_hidden_size", default=hidden_size)
-    if text_size != hidden_size:
-        raise contradiction(
-            fields.path("text_hidden_size"), text_size, "hidden_size of the text", hidden_size
-        )
+    agreed([(fields.path("text_hidden_size"), text_size), ("text_config.hidden_size", hidden_size)])
     projector = fields.integer("mm_hidden_size", default=tower)
     if projector != tower:
         raise fields.refuse(("mm_hidden_size",), projector, f"null or vt_hidden_size = {tower}")
