@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+
+# The machine may be busy: a slow example is not a failing one.
+settings.register_profile("longspan", deadline=None)
+settings.load_profile("longspan")
 
 DATA = Path(__file__).parent / "data"
 
