@@ -1,0 +1,41 @@
+"""Models and a tokenizer for engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.fake_model import FakeModel
+
+from longspan.chat import Tokenizer
+from longspan.config import ModelConfig, load_config
+from longspan.model.decoder import Decoder
+from longspan.model.loader import load_model
+
+SPECIAL = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    """One token for each byte, and the control tokens."""
+    return Tokenizer({bytes([b]): b for b in range(256)}, {256 + i: name for i, name in enumerate(SPECIAL)})
+
+
+@pytest.fixture(scope="session")
+def config(data_dir: Path, tokenizer: Tokenizer) -> ModelConfig:
+    """Small, with both kinds of memory, the byte tokenizer's vocabulary and <|end_of_msg|> as the end."""
+    config = load_config(data_dir / "k31-text")
+    end = tokenizer.special["<|end_of_msg|>"]
+    return replace(config, vocab_size=tokenizer.vocab_size, eos_token_ids=(end,))
+
+
+@pytest.fixture
+def fake(config: ModelConfig) -> FakeModel:
+    return FakeModel(config)
+
+
+@pytest.fixture(scope="session")
+def decoder(data_dir: Path) -> Decoder:
+    """The golden K3.1 model: random weights, top-k 16, all parts."""
+    return load_model(data_dir / "k31-text", dtype="float32")

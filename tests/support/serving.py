@@ -1,0 +1,92 @@
+"""Small engines in poisoned memory, and what they answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspan.engine.engine import Engine
+from longspan.engine.options import EngineOptions
+from longspan.engine.output import Finish, StepOutput, TokenLogprobs
+from longspan.engine.readers import Reader, TokenReader
+from longspan.engine.request import Request, SamplingParams, TokenConstraint
+from longspan.engine.runner import Model
+from longspan.memory.plan import MemoryPlan
+
+
+def make_engine(
+    model: Model,
+    *,
+    num_pages: int = 64,
+    page_size: int = 4,
+    num_slots: int = 8,
+    chunk: int = 512,
+    max_model_len: int | None = None,
+    seed: int | None = None,
+) -> Engine:
+    """An engine whose free memory is NaN."""
+    options = EngineOptions(dtype="float32", max_num_batched_tokens=chunk, page_size=page_size, seed=seed)
+    plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len or num_pages * page_size)
+    return Engine(model, None, options, plan, poison=True)
+
+
+def make_request(
+    id: str,
+    prompt: list[int],
+    make_reader: Callable[[], Reader] = TokenReader,
+    make_constraint: Callable[[], TokenConstraint] | None = None,
+    **params: Any,
+) -> Request:
+    """Greedy, 8 tokens and blind to the end of text, unless `params` say otherwise."""
+    given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
+    return Request(id, prompt, SamplingParams(**given), make_reader, make_constraint)
+
+
+@dataclass
+class Answer:
+    """All outputs of one choice, added up."""
+
+    token_ids: list[int] = field(default_factory=list)
+    deltas: list[Any] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish: Finish | None = None
+
+    def add(self, output: StepOutput) -> None:
+        assert self.finish is None, "an output came after the end"
+        self.token_ids += output.token_ids
+        self.deltas += output.deltas
+        self.logprobs += output.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.finish = output.finish
+
+    @property
+    def reason(self) -> str | None:
+        return self.finish and self.finish.reason
+
+
+Answers = dict[tuple[str, int], Answer]
+
+
+def gather(outputs: Iterable[StepOutput], answers: Answers) -> Answers:
+    for output in outputs:
+        answers.setdefault((output.request_id, output.index), Answer()).add(output)
+    return answers
+
+
+def run(engine: Engine, *requests: Request) -> Answers:
+    """Serves all requests together, from the first step on."""
+    for request in requests:
+        engine.add(request)
+    return finish(engine)
+
+
+def finish(engine: Engine, answers: Answers | None = None) -> Answers:
+    """Steps until nothing is left; all memory must be back then."""
+    answers = {} if answers is None else answers
+    while engine.has_work:
+        gather(engine.step(), answers)
+    assert engine.memory.free_pages == engine.memory.num_pages
+    assert engine.memory.free_slots == engine.memory.num_slots
+    return answers
