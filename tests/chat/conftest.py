@@ -51,7 +51,7 @@ def ranks() -> dict[bytes, int]:
 
 
 @pytest.fixture(scope="session")
-def names(ranks: dict[bytes, int]) -> dict[int, str]:
+def special_names(ranks: dict[bytes, int]) -> dict[int, str]:
     """Special names at the offsets of Kimi K3."""
     n = len(ranks)
     return {n + i: name for i, name in enumerate(NAMED)} | {n + 18 + i: name for i, name in enumerate(MEDIA)}
@@ -59,8 +59,8 @@ def names(ranks: dict[bytes, int]) -> dict[int, str]:
 
 @pytest.fixture(scope="session")
 def tokenizer(
-    ranks: dict[bytes, int], names: dict[int, str], tmp_path_factory: pytest.TempPathFactory
+    ranks: dict[bytes, int], special_names: dict[int, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Tokenizer:
     directory = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(directory, ranks, names)
+    write_tokenizer(directory, ranks, special_names)
     return Tokenizer.from_dir(directory)

@@ -118,7 +118,7 @@ def pieces(text: str) -> list[str]:
 
 
 def merge(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
-    """Byte pair encoding as one would explain it: always the neighbours of lowest rank, the leftmost first."""
+    """Byte pair encoding as one would explain it: always the pair of lowest rank, the leftmost first."""
     parts = [bytes([byte]) for byte in piece]
     while True:
         pairs = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]

@@ -250,4 +250,4 @@ class ReplyParser:
 
 def _may_be_tag(header: str) -> bool:
     name, _ = xtml.parse_tag(header)
-    return any(tag.startswith(name) for tag in _TAGS)
+    return name in _TAGS or any(tag.startswith(header.lstrip()) for tag in _TAGS)
