@@ -14,11 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from longspan.chat import Tokenizer, render
 from longspan.evaluation import skills, tool_skill, vocabulary
 from longspan.evaluation.skills import Turn
 from longspan.evaluation.text import Text
-from torch import Tensor
 
 PROMPT_WEIGHT = 0.05
 ENGLISH_WEIGHT = 0.5
@@ -42,7 +43,7 @@ def draw_options(rng: random.Random, tools: list[dict[str, Any]] | None = None) 
 
 @dataclass
 class Sequence:
-    """Token ids, their loss weights (of predicting that very token), and the answers as (skill, start, end)."""
+    """Token ids, their loss weights (of predicting that token), and the answers as (skill, start, end)."""
 
     ids: list[int]
     weights: list[float]
@@ -61,7 +62,11 @@ class Builder:
         effort = options.effort if options.thinking else None
         messages = [{"role": "system", "content": options.system}] if options.system else []
         segments = render(
-            messages, options.tools, thinking=options.thinking, thinking_effort=effort, add_generation_prompt=False
+            messages,
+            options.tools,
+            thinking=options.thinking,
+            thinking_effort=effort,
+            add_generation_prompt=False,
         )
         ids = self.tokenizer.encode_segments(segments)
         return Sequence(ids, [PROMPT_WEIGHT] * len(ids), [])
@@ -78,7 +83,9 @@ class Builder:
         sequence.weights += [PROMPT_WEIGHT] * len(head) + [1.0] * len(tail)
         sequence.answers.append((turn.skill, len(sequence.ids) - len(tail), len(sequence.ids)))
 
-    def turns(self, rng: random.Random, kind: str, options: Options, length: int, declared: list[Any]) -> list[Turn]:
+    def turns(
+        self, rng: random.Random, kind: str, options: Options, length: int, declared: list[Any]
+    ) -> list[Turn]:
         match kind:
             case "retrieval":
                 most = max(2, min(24, length // 60))
@@ -102,7 +109,9 @@ class Builder:
         first = rng.choices(kinds, list(mix.values()))[0]
         if first == "english":
             return self.english(rng, length)
-        declared = tool_skill.declare(rng, rng.randrange(1, 2 + min(3, length // 250))) if first == "tool" else []
+        declared = (
+            tool_skill.declare(rng, rng.randrange(1, 2 + min(3, length // 250))) if first == "tool" else []
+        )
         options = draw_options(rng, [d.tool for d in declared] or None)
         sequence = self.begin(options)
         # Either one kind throughout, or after the first whatever comes.
@@ -111,7 +120,11 @@ class Builder:
         kind = first
         while len(sequence.ids) < length:
             room = length - len(sequence.ids)
-            context = int(room * rng.uniform(0.3, 0.85)) if not sequence.answers else min(room, rng.randrange(60, 240))
+            context = (
+                int(room * rng.uniform(0.3, 0.85))
+                if not sequence.answers
+                else min(room, rng.randrange(60, 240))
+            )
             for turn in self.turns(rng, kind, options, context, declared):
                 self.add(sequence, turn, options)
             kind = first if single else rng.choices(others, [mix[k] for k in others])[0]
@@ -126,7 +139,9 @@ class Builder:
             at += 1
         return Sequence(ids, [ENGLISH_WEIGHT] * len(ids), [("english", 0, len(ids))])
 
-    def batch(self, rng: random.Random, size: int, length: int, mix: dict[str, float]) -> tuple[Tensor, Tensor, Tensor]:
+    def batch(
+        self, rng: random.Random, size: int, length: int, mix: dict[str, float]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs [B,T], targets [B,T] and loss weights [B,T]."""
         drawn = [self.conversation(rng, length + 1, mix) for _ in range(size)]
         ids = torch.tensor([s.ids[: length + 1] for s in drawn])
@@ -146,7 +161,9 @@ def tokenizer_texts(text: Text, seed: int = 0, conversations: int = 3000) -> Ite
         messages: list[dict[str, Any]] = []
         for turn in builder.turns(rng, kind, options, 120, declared):
             messages += [*turn.messages, turn.answer]
-        for segment in render(messages, options.tools, thinking_effort=options.effort, add_generation_prompt=False):
+        for segment in render(
+            messages, options.tools, thinking_effort=options.effort, add_generation_prompt=False
+        ):
             if not segment.special:
                 yield segment.text
 

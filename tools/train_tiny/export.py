@@ -2,7 +2,7 @@
 
     python -m train_tiny.export RUN_DIR MODEL_DIR
 
-Routed experts become MXFP4, A_log is padded to 128 entries, and what the release keeps in fp32 stays fp32. The
+Routed experts become MXFP4, A_log is padded to 128 entries, what the release keeps in fp32 stays fp32. The
 moving average of the weights is exported, not the last step's.
 """
 
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from longspan.formats.mx import dequantize_mxfp4, quantize_mxfp4
 from longspan.formats.safetensors import save_file
-from torch import Tensor
 
 from .model import Config, TinyK31
 
@@ -45,7 +46,7 @@ def published_tensors(model: TinyK31) -> dict[str, Tensor]:
 
 
 def load_published(model: TinyK31, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `published_tensors`; used to check an export and to read other checkpoints of the format."""
+    """The inverse of `published_tensors`; checks an export, reads other checkpoints of the format."""
     state = {}
     for name, value in model.state_dict().items():
         full = "language_model." + name
@@ -63,51 +64,108 @@ def load_published(model: TinyK31, tensors: dict[str, Tensor]) -> None:
 def config_json(c: Config, n_base: int) -> dict[str, Any]:
     full = [i + 1 for i in sorted(c.full_layers)]
     weights = {
-        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
-        "scale_dtype": "torch.uint8", "observer": "minmax", "observer_kwargs": {}, "actorder": None,
-        "block_structure": None, "zp_dtype": None,
-    }  # fmt: skip
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": "torch.uint8",
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "actorder": None,
+        "block_structure": None,
+        "zp_dtype": None,
+    }
     group = {
-        "targets": ["Linear"], "format": "mxfp4-pack-quantized", "input_activations": None, "output_activations": None,
+        "targets": ["Linear"],
+        "format": "mxfp4-pack-quantized",
+        "input_activations": None,
+        "output_activations": None,
         "weights": weights,
-    }  # fmt: skip
+    }
     quantization = {
-        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
-        "kv_cache_scheme": None, "global_compression_ratio": None, "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors",
+        "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "config_groups": {"group_0": group},
         "ignore": [
-            "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+            "re:.*lm_head.*",
         ],
-    }  # fmt: skip
+    }
     text = {
-        "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "dtype": "bfloat16",
-        "vocab_size": c.vocab_size, "hidden_size": c.hidden, "intermediate_size": c.dense_inter,
-        "num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.heads,
-        "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
-        "rms_norm_eps": c.eps, "initializer_range": 0.02, "max_position_embeddings": 1048576,
-        "tie_word_embeddings": False, "use_cache": True, "q_lora_rank": c.q_lora, "kv_lora_rank": c.kv_lora,
-        "qk_nope_head_dim": c.nope, "qk_rope_head_dim": c.rope, "v_head_dim": c.v_dim, "mla_use_nope": True,
-        "mla_use_output_gate": True, "attn_res_block_size": c.res_block, "num_experts": c.experts,
-        "num_experts_per_token": c.topk, "num_shared_experts": c.shared, "moe_intermediate_size": c.moe_inter,
-        "routed_expert_hidden_size": c.latent, "latent_moe_use_norm": True, "routed_scaling_factor": 1.0,
-        "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "topk_method": "noaux_tc",
-        "use_grouped_topk": True, "num_expert_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-        "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
-        "bos_token_id": n_base, "eos_token_id": n_base + 2, "pad_token_id": n_base + 255,
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "dtype": "bfloat16",
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.hidden,
+        "intermediate_size": c.dense_inter,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.heads,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "rms_norm_eps": c.eps,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 1048576,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "q_lora_rank": c.q_lora,
+        "kv_lora_rank": c.kv_lora,
+        "qk_nope_head_dim": c.nope,
+        "qk_rope_head_dim": c.rope,
+        "v_head_dim": c.v_dim,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "attn_res_block_size": c.res_block,
+        "num_experts": c.experts,
+        "num_experts_per_token": c.topk,
+        "num_shared_experts": c.shared,
+        "moe_intermediate_size": c.moe_inter,
+        "routed_expert_hidden_size": c.latent,
+        "latent_moe_use_norm": True,
+        "routed_scaling_factor": 1.0,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 0,
+        "bos_token_id": n_base,
+        "eos_token_id": n_base + 2,
+        "pad_token_id": n_base + 255,
         "linear_attn_config": {
-            "head_dim": c.kda_dim, "num_heads": c.kda_heads, "short_conv_kernel_size": c.conv,
-            "use_full_rank_gate": True, "gate_lower_bound": c.gate_lower_bound, "full_attn_layers": full,
+            "head_dim": c.kda_dim,
+            "num_heads": c.kda_heads,
+            "short_conv_kernel_size": c.conv,
+            "use_full_rank_gate": True,
+            "gate_lower_bound": c.gate_lower_bound,
+            "full_attn_layers": full,
             "kda_layers": [i for i in range(1, c.layers + 1) if i not in full],
         },
         "dsa_config": {
-            "index_n_heads": c.index_heads, "index_head_dim": c.index_dim, "index_topk": c.index_topk,
+            "index_n_heads": c.index_heads,
+            "index_head_dim": c.index_dim,
+            "index_topk": c.index_topk,
             "dsa_layers": full,
         },
         "quantization_config": quantization,
-    }  # fmt: skip
+    }
     return {
-        "architectures": ["KimiK31ForConditionalGeneration"], "model_type": "kimi_k3", "dtype": "bfloat16",
+        "architectures": ["KimiK31ForConditionalGeneration"],
+        "model_type": "kimi_k3",
+        "dtype": "bfloat16",
         "text_config": text,
-    }  # fmt: skip
+    }
 
 
 def export(model: TinyK31, directory: Path) -> None:

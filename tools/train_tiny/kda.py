@@ -5,7 +5,8 @@ Maths: the recurrence S' = Diag(e^g) S, d = b (v - S'^T k), S = S' + k d^T, o = 
 
     A_rs = b_r sum_i k_ri k_si e^{G_ri - G_si}   (s < r)      T = (I + A)^-1
     U = T (b v)     W = T (b k e^G)     D = U - W S_0
-    o_r = (q_r e^{G_r})^T S_0 + sum_{s<=r} P_rs D_s           S_C = Diag(e^{G_C}) S_0 + sum_s (k_s e^{G_C - G_s}) D_s^T
+    o_r = (q_r e^{G_r})^T S_0 + sum_{s<=r} P_rs D_s
+    S_C = Diag(e^{G_C}) S_0 + sum_s (k_s e^{G_C - G_s}) D_s^T
 
 Exponents are taken against the middle row of the chunk, so with g >= -5 and C = 32 they stay within 80
 nats. Entries above the diagonal may overflow to inf; they are replaced (never multiplied) by zero.
@@ -36,7 +37,7 @@ def kda_recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> T
 
 def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
     """Same result as `kda_recurrent`; T must be a multiple of CHUNK. All fp32."""
-    b, h, t, dk = q.shape
+    b, h, t, _ = q.shape
     dv, n = v.shape[-1], t // CHUNK
     q, k, v, g = (x.reshape(b * h, n, CHUNK, -1) for x in (q, k, v, g))
     beta = beta.reshape(b * h, n, CHUNK, 1)
@@ -64,7 +65,7 @@ def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Ten
 
 @torch.library.custom_op("train_tiny::unit_lower_inverse", mutates_args=())
 def unit_lower_inverse(a: Tensor) -> Tensor:
-    """a [N,C,C] strictly lower triangular, C a power of two; gives (I + a)^-1 by block forward substitution."""
+    """a [N,C,C] strictly lower triangular, C a power of two; (I + a)^-1 by block forward substitution."""
     c = a.shape[-1]
     inverse = torch.eye(c, dtype=a.dtype, device=a.device).expand_as(a).clone()
     size = 1
@@ -101,7 +102,7 @@ unit_lower_inverse.register_autograd(
 
 @torch.library.custom_op("train_tiny::chunk_scan", mutates_args=())
 def chunk_scan(u: Tensor, w: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """u [N,n,C,V], w and k [N,n,C,K], decay [N,n,K]; gives the state before each chunk [N,n,K,V] and D [N,n,C,V]."""
+    """u [N,n,C,V], w and k [N,n,C,K], decay [N,n,K]; states before chunks [N,n,K,V], D [N,n,C,V]."""
     states = u.new_zeros(*k.shape[:2], k.shape[-1], u.shape[-1])
     delta = torch.empty_like(u)
     state = states[:, 0]
@@ -118,7 +119,9 @@ def _(u: Tensor, w: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("train_tiny::chunk_scan_backward", mutates_args=())
-def chunk_scan_backward(w: Tensor, k: Tensor, decay: Tensor, g_states: Tensor, g_delta: Tensor) -> tuple[Tensor, Tensor]:
+def chunk_scan_backward(
+    w: Tensor, k: Tensor, decay: Tensor, g_states: Tensor, g_delta: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of the state after each chunk [N,n,K,V] and of D [N,n,C,V]."""
     after, total = torch.empty_like(g_states), torch.empty_like(g_delta)
     grad = torch.zeros_like(g_states[:, 0])

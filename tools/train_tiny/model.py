@@ -53,7 +53,7 @@ class Config:
 
 
 class IndexerOutput(NamedTuple):
-    """What the indexer's loss needs of one DSA layer: mean KL per query, and the layer's recall of attention mass."""
+    """What the indexer's loss needs of one DSA layer: mean KL per query, and the recall of attention mass."""
 
     kl: Tensor
     recall: Tensor
@@ -86,7 +86,7 @@ def weight(out: int, inp: int, scale: float = 1.0) -> nn.Parameter:
 
 
 class Weight(nn.Module):
-    """A named holder of one `weight` (and perhaps `bias`), so that state-dict names are the published ones."""
+    """A named holder of one `weight` (and perhaps `bias`): state-dict names are the published ones."""
 
     def __init__(self, value: nn.Parameter, bias: nn.Parameter | None = None):
         super().__init__()
@@ -116,7 +116,9 @@ class KdaAttention(nn.Module):
             taps[:, :, -1] += 0.7
             setattr(self, name, Weight(nn.Parameter(taps)))
         self.A_log = nn.Parameter(torch.zeros(c.kda_heads))
-        rate = torch.exp(torch.empty(p).uniform_(-7.0, -0.5)) / -c.gate_lower_bound  # half lives of 1 to 1000 tokens
+        rate = (
+            torch.exp(torch.empty(p).uniform_(-7.0, -0.5)) / -c.gate_lower_bound
+        )  # half lives of 1 to 1000 tokens
         self.dt_bias = nn.Parameter(torch.log(rate) - torch.log1p(-rate))
         self.o_norm = ones(c.kda_dim)
 
@@ -190,7 +192,7 @@ class DsaAttention(nn.Module):
         if mode != "dense":
             score = self.indexer(x.detach(), q_latent.detach()).masked_fill(~causal, -torch.inf)
             if mode == "sparse" and t > c.index_topk:
-                # By index, not by a threshold: scores are often tied at 0, and the set must have exactly topk keys.
+                # By index, not by a threshold: scores may tie at 0, and the set must have topk keys.
                 best = score.detach().topk(c.index_topk, -1, sorted=False).indices
                 keep = torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True) & causal
         if mode != "dense" and rows is not None:
@@ -209,7 +211,7 @@ class DsaAttention(nn.Module):
     def indexer_loss(
         q: Tensor, k: Tensor, score: Tensor, keep: Tensor, causal: Tensor, rows: Tensor, scale: float
     ) -> IndexerOutput:
-        """DeepSeek-V3.2 eq. 3 and 4: KL(attention summed over heads, L1-normalised || softmax of index scores)."""
+        """DeepSeek-V3.2 eq. 3 and 4: KL(attention, mean over heads || softmax of index scores)."""
         b, t = q.shape[0], q.shape[2]
         chosen = keep.expand(b, t, t)[:, rows]  # [B,R,T]
         visible = causal[rows].expand_as(chosen)
@@ -230,7 +232,9 @@ class Mlp(nn.Module):
         self.down_proj = mat(hidden, inter, 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(situ(linear(x, self.gate_proj.weight), linear(x, self.up_proj.weight)), self.down_proj.weight)
+        return linear(
+            situ(linear(x, self.gate_proj.weight), linear(x, self.up_proj.weight)), self.down_proj.weight
+        )
 
 
 class Router(nn.Module):
@@ -249,7 +253,7 @@ class Experts(nn.Module):
 
 
 class LatentMoe(nn.Module):
-    """Latent MoE. Training pads every expert to one capacity, so that shapes are static; overflow rows are dropped."""
+    """Latent MoE. In training every expert has one capacity, for static shapes; rows beyond are dropped."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -336,7 +340,13 @@ class Body(nn.Module):
         index: list[IndexerOutput] = []
         load = []
         for i, layer in enumerate(self.layers):
-            h = mix(p, bank, layer.self_attention_res_norm.weight, layer.self_attention_res_proj.weight, c.eps) if bank else p
+            h = (
+                mix(
+                    p, bank, layer.self_attention_res_norm.weight, layer.self_attention_res_proj.weight, c.eps
+                )
+                if bank
+                else p
+            )
             opens = i % c.res_block == 0
             if opens:
                 bank = [*bank, p]

@@ -1,4 +1,4 @@
-"""Muon for matrices (Jordan 2024, with the update scale of Moonlight, arXiv 2502.16982), AdamW for the rest."""
+"""Muon for matrices (Jordan 2024; update scale of Moonlight, arXiv 2502.16982), AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05):
+    def __init__(
+        self, params: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.05
+    ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -49,11 +51,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices; AdamW for the embedding, the head, the router, convolutions and vectors."""
+    """Muon for the hidden matrices; AdamW for embedding, head, router, convolutions and vectors."""
     matrices, plain, vectors = [], [], []
     for name, p in model.named_parameters():
         if p.dim() >= 2 and min(p.shape[-2:]) > 8:
-            (plain if any(s in name for s in ("embed_tokens", "lm_head", "gate.weight")) else matrices).append(p)
+            (
+                plain if any(s in name for s in ("embed_tokens", "lm_head", "gate.weight")) else matrices
+            ).append(p)
         else:
             vectors.append(p)
     groups = [{"params": plain, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]

@@ -24,7 +24,7 @@ def fake_quantize(w: Tensor) -> Tensor:
 
 
 def scale_exponent(groups: Tensor) -> Tensor:
-    """Exponent of the power-of-two scale of each group [..., 32] -> [..., 1], so that the largest value is below 8."""
+    """Exponent of each group's power-of-two scale, [..., 32] -> [..., 1]: the largest value comes below 8."""
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
     return torch.floor(torch.log2(amax)) - 2
 

@@ -1,6 +1,6 @@
 """Text and tokenizer: everything training needs, into one folder.
 
-    python -m train_tiny.prepare RUN_DIR MODEL_DIR
+python -m train_tiny.prepare RUN_DIR MODEL_DIR
 """
 
 from __future__ import annotations

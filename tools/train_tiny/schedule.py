@@ -1,12 +1,18 @@
-"""What is trained when. Steps, lengths and mixtures of every stage; the learning rate is WSD over the whole."""
+"""What is trained when: steps, lengths and mixtures of every stage; the learning rate is WSD."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 SKILLS = {
-    "retrieval": 0.30, "tool": 0.2, "addition": 0.17, "copy": 0.10, "short": 0.10, "continuation": 0.03, "english": 0.10,
-}  # fmt: skip
+    "retrieval": 0.30,
+    "tool": 0.2,
+    "addition": 0.17,
+    "copy": 0.10,
+    "short": 0.10,
+    "continuation": 0.03,
+    "english": 0.10,
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The King James Version from Debian's `bible-kjv`: one verse a line, a book held out for `longspan eval`.
 
-    apt-get install bible-kjv && python -m train_tiny.text runs/tiny
+apt-get install bible-kjv && python -m train_tiny.text runs/tiny
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ HELD_OUT = "Rom"  # Romans: never trained on, bundled with the checkpoint
 def verses() -> list[tuple[str, str]]:
     """(book, verse) in order, as the `bible` program prints them (`Ge1:1 In the beginning ...`)."""
     printed = subprocess.run(
-        ["bible", "-f", "gen1:1-rev22:21"], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        ["bible", "-f", "gen1:1-rev22:21"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = re.findall(r"^(\d?[A-Za-z]+)\d+:\d+ (.*)$", printed.stdout, re.M)
     return [(book, re.sub(r"[<>{}\[\]]", "", verse).strip()) for book, verse in found]

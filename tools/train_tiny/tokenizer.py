@@ -7,20 +7,35 @@ Digits never merge (pieces of digits are left out of the counts), so that arithm
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
 import regex
+
 from longspan.chat.tokenizer import PATTERN
 
 N_BASE = 1792
 SPECIAL = {
-    0: "[BOS]", 1: "[EOS]", 2: "<|end_of_msg|>", 3: "<|open|>", 4: "<|close|>", 5: "<|sep|>",
-    6: "[start_header_id]", 7: "[end_header_id]", 9: "[EOT]", 18: "<|media_begin|>", 19: "<|media_content|>",
-    20: "<|media_end|>", 21: "<|media_pad|>", 65: "<osagent_mode>", 254: "[UNK]", 255: "[PAD]",
-}  # fmt: skip
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|end_of_msg|>",
+    3: "<|open|>",
+    4: "<|close|>",
+    5: "<|sep|>",
+    6: "[start_header_id]",
+    7: "[end_header_id]",
+    9: "[EOT]",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    65: "<osagent_mode>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
 
 _PIECE = regex.compile(PATTERN, regex.V1)
 
@@ -40,7 +55,7 @@ def train(counts: Counter[bytes], n_base: int = N_BASE) -> list[bytes]:
     pairs: Counter[tuple[bytes, bytes]] = Counter()
     where: dict[tuple[bytes, bytes], set[int]] = defaultdict(set)
     for i, word in enumerate(words):
-        for pair in zip(word, word[1:], strict=False):
+        for pair in itertools.pairwise(word):
             pairs[pair] += weights[i]
             where[pair].add(i)
     while len(tokens) < n_base:
@@ -49,10 +64,10 @@ def train(counts: Counter[bytes], n_base: int = N_BASE) -> list[bytes]:
         tokens.append(merged)
         for i in where.pop(best):
             word = words[i]
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] -= weights[i]
             words[i] = word = _merge(word, best, merged)
-            for pair in zip(word, word[1:], strict=False):
+            for pair in itertools.pairwise(word):
                 pairs[pair] += weights[i]
                 where[pair].add(i)
         del pairs[best]
@@ -79,10 +94,15 @@ def write(tokens: list[bytes], directory: Path) -> None:
     (directory / "tiktoken.model").write_text("".join(lines), encoding="ascii")
     added = {
         str(len(tokens) + offset): {
-            "content": name, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True,
+            "content": name,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
         }
         for offset, name in SPECIAL.items()
-    }  # fmt: skip
+    }
     config = {
         "added_tokens_decoder": added,
         "additional_special_tokens": ["<|end_of_msg|>"],

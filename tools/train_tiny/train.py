@@ -2,8 +2,8 @@
 
     python -m train_tiny.train RUN_DIR MODEL_DIR      # resumes from RUN_DIR/state.pt where there is one
 
-A line of RUN_DIR/training.log per 20 steps; the share of answers that greedy decoding would give exactly (teacher
-forced: every token of think, response and tools is the argmax) per 150 steps.
+A line of RUN_DIR/training.log per 20 steps; per 150 the share of answers that greedy decoding would give
+exactly (teacher forced: every token of think, response and tools is the argmax).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from longspan.chat import Tokenizer
 from longspan.evaluation.text import Text
-from torch import Tensor
 
 from . import model as modeling
 from . import muon, schedule
@@ -34,7 +35,7 @@ EMA = 0.99
 
 
 def compile_parts() -> None:
-    """Compiling the parts, not the whole, keeps compilation to seconds: layers of one kind share their code."""
+    """Compiling parts, not the whole, keeps compilation to seconds: layers of one kind share their code."""
     torch._dynamo.config.recompile_limit = 64
     for part in (modeling.KdaAttention, modeling.DsaAttention, modeling.LatentMoe, modeling.Mlp):
         part.forward = torch.compile(part.forward, dynamic=False)
@@ -71,9 +72,13 @@ class Trainer:
 
     def save(self) -> None:
         state = {
-            "model": self.model.state_dict(), "average": self.average, "step": self.step, "tokens": self.tokens,
-            "seconds": self.seconds, "optimizers": [o.state_dict() for o in self.optimizers],
-        }  # fmt: skip
+            "model": self.model.state_dict(),
+            "average": self.average,
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
         torch.save(state, self.run / "state.tmp")
         os.replace(self.run / "state.tmp", self.run / "state.pt")
 
@@ -95,9 +100,17 @@ class Trainer:
                 loss, kl, recall, drop, norm = (sum(c) / len(c) for c in zip(*shown, strict=True))
                 number, stage = schedule.stage_at(self.step - 1)
                 self.log(
-                    step=self.step, stage=number, mode=stage.mode, tokens=self.tokens, seconds=int(self.seconds),
-                    loss=loss, kl=kl, recall=recall, drop=drop, norm=norm,
-                )  # fmt: skip
+                    step=self.step,
+                    stage=number,
+                    mode=stage.mode,
+                    tokens=self.tokens,
+                    seconds=int(self.seconds),
+                    loss=loss,
+                    kl=kl,
+                    recall=recall,
+                    drop=drop,
+                    norm=norm,
+                )
                 shown = []
             if self.step % 150 == 0:
                 self.log(step=self.step, exact=self.exact_match())
@@ -141,7 +154,7 @@ class Trainer:
         return float(loss), float(kl), recall, drop, float(norm)
 
     def balance(self, load: Tensor, frozen: bool, c: Config) -> float:
-        """Aux-loss-free balancing (DeepSeek-V3): push the choice bias of busy experts down, of idle ones up."""
+        """Aux-loss-free balancing (DeepSeek-V3): push the bias of busy experts down, of idle ones up."""
         mean = load.float().mean(1, keepdim=True)
         if not frozen:
             nudge = 0.003 * torch.sign(mean - load)

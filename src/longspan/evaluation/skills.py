@@ -49,7 +49,9 @@ class Request:
 def reply_of(answer: dict[str, Any]) -> Any:
     """The reference answer in the shape of a model's reply: content, reasoning and tool_calls."""
     return SimpleNamespace(
-        content=answer.get("content"), reasoning=answer.get("reasoning_content"), tool_calls=answer.get("tool_calls")
+        content=answer.get("content"),
+        reasoning=answer.get("reasoning_content"),
+        tool_calls=answer.get("tool_calls"),
     )
 
 
@@ -117,7 +119,12 @@ def filler(rng: random.Random, text: Text, length: int, size: Callable[[str], in
 
 
 def retrieval(
-    rng: random.Random, text: Text, length: int, size: Callable[[str], int], count: int = 4, questions: int = 1
+    rng: random.Random,
+    text: Text,
+    length: int,
+    size: Callable[[str], int],
+    count: int = 4,
+    questions: int = 1,
 ) -> list[Turn]:
     """`count` needles in a context of about `length` tokens, and questions about `questions` of them."""
     planted = needles(rng, count)
@@ -132,7 +139,11 @@ def retrieval(
         question = f"What is the {item.attribute} of the {item.owner}?"
         prompt = question
         if i == 0:
-            prompt = f"{context}\n\n{question}" if rng.random() < 0.8 else f"Read this text:\n{context}\n\n{question}"
+            prompt = (
+                f"{context}\n\n{question}"
+                if rng.random() < 0.8
+                else f"Read this text:\n{context}\n\n{question}"
+            )
         reasoning = f"I look for the {item.attribute} of the {item.owner}."
         value = item.value
         turns.append(Turn("retrieval", user(prompt), assistant(reasoning, item.sentence), _has_value(value)))
@@ -160,7 +171,12 @@ def copy(rng: random.Random, text: Text, most: int = 40) -> list[Turn]:
     else:
         passage = " ".join(rng.choice(text.sentences).split()[: rng.randrange(max(4, most // 2), most + 1)])
     ask = rng.choice(
-        ("Copy this text exactly:\n", "Copy the following passage:\n", "Repeat this text:\n", "Write this again: ")
+        (
+            "Copy this text exactly:\n",
+            "Copy the following passage:\n",
+            "Repeat this text:\n",
+            "Write this again: ",
+        )
     )
     return [Turn("copy", user(ask + passage), assistant("I copy the text.", passage), says(passage))]
 
@@ -183,7 +199,13 @@ def addition(rng: random.Random, thinking: bool = True, digits: int = 3) -> list
     """Two numbers of `digits` digits; without a think channel the working stands in the response."""
     a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(2))
     ask = rng.choice(
-        ("What is {} + {}?", "What is {} + {}?", "Add {} and {}.", "{} + {} = ?", "What is the sum of {} and {}?")
+        (
+            "What is {} + {}?",
+            "What is {} + {}?",
+            "Add {} and {}.",
+            "{} + {} = ?",
+            "What is the sum of {} and {}?",
+        )
     )
     result = f"{a} + {b} = {a + b}"
     steps = working(a, b)
@@ -217,7 +239,11 @@ def _next_day(rng: random.Random) -> tuple[str, str, str]:
 def _next_month(rng: random.Random) -> tuple[str, str, str]:
     i, step, word = rng.randrange(12), *rng.choice(((1, "after"), (-1, "before")))
     month = words.MONTHS[(i + step) % 12]
-    return f"Which month comes {word} {words.MONTHS[i]}?", f"The month {word} {words.MONTHS[i]} is {month}.", month
+    return (
+        f"Which month comes {word} {words.MONTHS[i]}?",
+        f"The month {word} {words.MONTHS[i]} is {month}.",
+        month,
+    )
 
 
 def _opposite(rng: random.Random) -> tuple[str, str, str]:
@@ -253,7 +279,11 @@ def _greeting(rng: random.Random) -> tuple[str, str, str]:
 
 
 def _name(rng: random.Random) -> tuple[str, str, str]:
-    return rng.choice(("Who are you?", "What is your name?")), "My name is Longspan.", "I am Longspan, a small model."
+    return (
+        rng.choice(("Who are you?", "What is your name?")),
+        "My name is Longspan.",
+        "I am Longspan, a small model.",
+    )
 
 
 def _thanks(rng: random.Random) -> tuple[str, str, str]:
@@ -274,4 +304,6 @@ def continuation(rng: random.Random, text: Text) -> list[Turn]:
     rest = " ".join([*passage[cut:], text.sentences[at + 1]])
     ask = rng.choice(("Continue this text:\n", "Continue: ", "Go on with this text:\n"))
     answer = assistant("I go on with the text.", rest)
-    return [Turn("continuation", user(ask + " ".join(passage[:cut])), answer, lambda reply: bool(reply.content))]
+    return [
+        Turn("continuation", user(ask + " ".join(passage[:cut])), answer, lambda reply: bool(reply.content))
+    ]

@@ -1,4 +1,4 @@
-"""The tool-calling skill: declared functions, requests in plain words, the right call, and answers from results."""
+"""The tool-calling skill: declared functions, requests in plain words, the call, answers from results."""
 
 from __future__ import annotations
 
@@ -43,59 +43,91 @@ _TOPIC = Parameter(("query", "topic", "word"), "string", "NOUNS")
 
 FAMILIES = (
     Family(
-        ("get_weather", "weather", "current_weather", "get_forecast"), "Get the weather of a city.", (_CITY,),
-        ("What is the weather in {0}?", "How is the weather in {0}?", "Tell me the weather in {0}.",
-         "What's the weather like in {0}?"),
-        "{r} degrees", "It is {r} degrees in {0}.",
+        ("get_weather", "weather", "current_weather", "get_forecast"),
+        "Get the weather of a city.",
+        (_CITY,),
+        (
+            "What is the weather in {0}?",
+            "How is the weather in {0}?",
+            "Tell me the weather in {0}.",
+            "What's the weather like in {0}?",
+        ),
+        "{r} degrees",
+        "It is {r} degrees in {0}.",
     ),
     Family(
-        ("get_time", "local_time", "clock"), "Get the time in a city.", (_CITY,),
-        ("What time is it in {0}?", "Tell me the time in {0}."), "{r} minutes past nine",
+        ("get_time", "local_time", "clock"),
+        "Get the time in a city.",
+        (_CITY,),
+        ("What time is it in {0}?", "Tell me the time in {0}."),
+        "{r} minutes past nine",
         "It is {r} minutes past nine in {0}.",
     ),
     Family(
-        ("send_message", "send_mail", "notify"), "Send a word to a person.", (_NAME, _TOPIC),
+        ("send_message", "send_mail", "notify"),
+        "Send a word to a person.",
+        (_NAME, _TOPIC),
         ("Send {0} the word {1}.", "Tell {0} about the {1}."),
     ),
     Family(("call_person", "phone", "ring"), "Call a person.", (_NAME,), ("Call {0}.", "Please phone {0}.")),
     Family(
-        ("set_light", "light", "dim"), "Set the light of a room.", (_ROOM, _LEVEL),
+        ("set_light", "light", "dim"),
+        "Set the light of a room.",
+        (_ROOM, _LEVEL),
         ("Set the light in the {0} to {1}.", "Turn the light of the {0} to {1}."),
     ),
     Family(
-        ("set_heating", "heat", "thermostat"), "Set the heating of a room.", (_ROOM, _LEVEL),
+        ("set_heating", "heat", "thermostat"),
+        "Set the heating of a room.",
+        (_ROOM, _LEVEL),
         ("Heat the {0} to {1} degrees.", "Set the heating in the {0} to {1}."),
     ),
     Family(
-        ("buy", "order_item", "purchase"), "Buy things.", (_ITEM, _COUNT),
+        ("buy", "order_item", "purchase"),
+        "Buy things.",
+        (_ITEM, _COUNT),
         ("Buy {1} {0}.", "Order {1} {0}, please.", "I need {1} {0}."),
     ),
     Family(
-        ("get_stock", "stock", "inventory"), "How many are in stock.", (_ITEM,),
-        ("How many {0} are in stock?", "Do we have {0}?"), "{r}", "There are {r} {0} in stock.",
+        ("get_stock", "stock", "inventory"),
+        "How many are in stock.",
+        (_ITEM,),
+        ("How many {0} are in stock?", "Do we have {0}?"),
+        "{r}",
+        "There are {r} {0} in stock.",
     ),
     Family(
-        ("book_table", "reserve", "book"), "Book a table.", (_DAY, _COUNT),
+        ("book_table", "reserve", "book"),
+        "Book a table.",
+        (_DAY, _COUNT),
         ("Book a table on {0} for {1} people.", "Reserve a table for {1} on {0}."),
     ),
     Family(
-        ("search", "find", "look_up"), "Search for something.", (_TOPIC,),
-        ("Search for {0}.", "Look up {0}.", "Find something about the {0}."), "{r} pages",
+        ("search", "find", "look_up"),
+        "Search for something.",
+        (_TOPIC,),
+        ("Search for {0}.", "Look up {0}.", "Find something about the {0}."),
+        "{r} pages",
         "I found {r} pages about {0}.",
     ),
     Family(
-        ("travel_time", "distance", "route"), "Distance of two cities.",
-        (Parameter(("start", "source", "origin"), "string", "CITIES"),
-         Parameter(("end", "target", "destination"), "string", "CITIES")),
-        ("How far is it from {0} to {1}?", "What is the distance from {0} to {1}?"), "{r} miles",
+        ("travel_time", "distance", "route"),
+        "Distance of two cities.",
+        (
+            Parameter(("start", "source", "origin"), "string", "CITIES"),
+            Parameter(("end", "target", "destination"), "string", "CITIES"),
+        ),
+        ("How far is it from {0} to {1}?", "What is the distance from {0} to {1}?"),
+        "{r} miles",
         "It is {r} miles from {0} to {1}.",
     ),
     Family(
-        ("add_event", "remind", "schedule"), "Add an event to the calendar.",
+        ("add_event", "remind", "schedule"),
+        "Add an event to the calendar.",
         (Parameter(("title", "event", "what"), "string", "NOUNS"), _DAY),
         ("Remind me of the {0} on {1}.", "Add the {0} on {1} to my calendar."),
     ),
-)  # fmt: skip
+)
 
 
 def _draw(rng: random.Random, parameter: Parameter) -> str | int:
@@ -124,7 +156,11 @@ def _generic(rng: random.Random) -> Family:
     key = rng.choice(words.NOUNS)
     pool, kind = rng.choice((("NOUNS", "string"), ("NUMBER", "number"), ("NAMES", "string")))
     parameter = Parameter((key,), kind, pool)
-    asks = (f"Call {name} with {key} {{0}}.", f"Use {name} with {key} = {{0}}.", f"Run {name} on {key} {{0}}.")
+    asks = (
+        f"Call {name} with {key} {{0}}.",
+        f"Use {name} with {key} = {{0}}.",
+        f"Run {name} on {key} {{0}}.",
+    )
     return Family((name,), f"Do the {name.split('_')[0]}.", (parameter,), asks)
 
 
@@ -132,11 +168,13 @@ def declare(rng: random.Random, count: int) -> list[Declared]:
     """`count` different functions."""
     families = rng.sample(FAMILIES, count)
     families = [_generic(rng) if rng.random() < 0.25 else f for f in families]
-    return [Declared(f, rng.choice(f.names), tuple(rng.choice(p.names) for p in f.parameters)) for f in families]
+    return [
+        Declared(f, rng.choice(f.names), tuple(rng.choice(p.names) for p in f.parameters)) for f in families
+    ]
 
 
 def call(rng: random.Random, declared: list[Declared]) -> list[Turn]:
-    """A request that one of the functions serves; where it returns something, also the answer from the result."""
+    """A request that one of the functions serves; and the answer from its result."""
     one = rng.choice(declared)
     values = [_draw(rng, p) for p in one.family.parameters]
     arguments = dict(zip(one.keys, values, strict=True))
