@@ -38,7 +38,7 @@ def completion_logprobs(
     top: int,
     offset: int,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion, whose text starts at `offset`. A prompt's first token has none."""
+    """`choices[].logprobs` of a completion, its text starts at `offset`. A prompt's first token has none."""
     columns: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],

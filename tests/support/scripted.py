@@ -1,0 +1,168 @@
+"""A model that says what a test wants, behind the real engine and the real HTTP server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from openai import OpenAI
+from torch import Tensor
+
+from longspan.chat import Segment, Tokenizer
+from longspan.config import load_config
+from longspan.engine.async_engine import AsyncEngine
+from longspan.engine.engine import Engine
+from longspan.engine.options import EngineOptions
+from longspan.memory.plan import MemoryPlan
+from longspan.ops.backend import TORCH
+from longspan.ops.batch import LayerView, StepBatch
+from longspan.serve.app import create_app
+from longspan.serve.server import Server, bind
+from longspan.serve.service import ServeOptions, Service
+
+ROOT = Path(__file__).parents[2]
+Script = Callable[[list[int]], Sequence[int]]
+
+
+class ScriptedModel:
+    """Answers each prompt with the ids that `script` gives for it, then with the end of the message for ever.
+
+    `before_step` is called first in every step: it may wait, or raise.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
+        config = load_config(ROOT / "tests/data/k31-text")
+        self.end = tokenizer.special_id("<|end_of_msg|>")
+        self._close = tokenizer.special_id("<|close|>")
+        self.config = replace(config, vocab_size=tokenizer.vocab_size, eos_token_ids=(self.end,))
+        self.dtype = torch.float32
+        self.ops = TORCH
+        self.script = script
+        self.before_step: Callable[[], None] = lambda: None
+        self._seen: dict[int, list[int]] = {}  # by slot: the tokens so far
+        self._replies: dict[int, list[int]] = {}  # by slot: what is left to say
+
+    def step(self, batch: StepBatch, views: Sequence[LayerView]) -> Tensor:
+        self.before_step()
+        starts, wanted = batch.query_starts.tolist(), batch.logit_rows.tolist()
+        logits = torch.full((len(wanted), self.config.vocab_size), -10.0)
+        logits[:, self._close] = -5.0  # kept from its script, it closes what is open
+        for s, slot in enumerate(batch.state_slots.tolist()):
+            if batch.context_lens[s] == 0:
+                self._seen[slot] = []
+                self._replies.pop(slot, None)
+            self._seen[slot] += batch.token_ids[starts[s] : starts[s + 1]].tolist()
+            last = starts[s + 1] - 1
+            if last in wanted:
+                logits[wanted.index(last), self._next(slot)] = 10.0
+        return logits
+
+    def _next(self, slot: int) -> int:
+        if slot not in self._replies:
+            self._replies[slot] = list(self.script(self._seen[slot]))
+        reply = self._replies[slot]
+        return reply.pop(0) if reply else self.end
+
+
+class Reciter:
+    """A script: the reply that `say` was given last, whatever the prompt; prompts are kept in `prompts`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._reply: list[int] = []
+        self.prompts: list[list[int]] = []
+
+    def say(self, xtml: str, *, repeat: int = 1) -> int:
+        """From now on answers with this markup, `repeat` times over. Returns its number of tokens."""
+        self._reply = self.encode(xtml) * repeat
+        return len(self._reply)
+
+    def encode(self, xtml: str) -> list[int]:
+        return self._tokenizer.encode_segments([Segment(xtml, special=True)])
+
+    def __call__(self, prompt: list[int]) -> list[int]:
+        self.prompts.append(list(prompt))
+        return self._reply
+
+
+@dataclass
+class Running:
+    """A server that is up."""
+
+    url: str
+    model: Any
+    engine: Engine
+    service: Service
+    server: Server
+
+    def say(self, xtml: str, *, repeat: int = 1) -> int:
+        """What the scripted model answers from now on, as markup. Returns its number of tokens."""
+        return self.model.script.say(xtml, repeat=repeat)
+
+    def last_prompt(self) -> str:
+        """The prompt that the scripted model answered last, control tokens as they are written."""
+        return self.engine.tokenizer.decode(self.model.script.prompts[-1])
+
+    def client(self, **options: Any) -> OpenAI:
+        given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0} | options
+        return OpenAI(**given)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def wait_until_idle(self) -> None:
+        """Returns when nothing runs, nothing waits and all memory is free; fails if that never happens."""
+        memory = self.engine.memory
+        for _ in range(2000):
+            stats = self.engine.stats
+            if (stats.num_running, stats.num_waiting) == (0, 0):
+                assert (memory.free_pages, memory.free_slots) == (memory.num_pages, memory.num_slots)
+                return
+            time.sleep(0.005)
+        raise AssertionError(f"still busy: {self.engine.stats}")
+
+
+@contextmanager
+def running_server(
+    model: Any,
+    tokenizer: Tokenizer,
+    *,
+    num_pages: int = 512,
+    page_size: int = 16,
+    num_slots: int = 4,
+    drain_seconds: float = 5,
+    **options: Any,
+) -> Iterator[Running]:
+    """Serves `model` on a free port from a thread of this process."""
+    plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len=num_pages * page_size)
+    engine = Engine(model, tokenizer, EngineOptions(dtype="float32"), plan, poison=True)
+    async_engine = AsyncEngine(engine)
+    service = Service(async_engine, ServeOptions(**{"served_model_names": ("tiny", "alias")} | options))
+    app = create_app(service, draining=lambda: server.should_exit)
+    up = threading.Event()
+    server = Server(
+        app,
+        drain_seconds=drain_seconds,
+        abort_all=async_engine.abort_all,
+        on_start=up.set,
+        access_log=False,
+    )
+    with bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert up.wait(30)
+            yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", model, engine, service, server)
+        finally:
+            server.should_exit = True
+            thread.join()
