@@ -290,6 +290,7 @@ def test_blank_content_beside_a_call_is_dropped_and_alone_is_kept(tokenizer):
 def test_blanks_between_tags_are_dropped_and_text_there_is_content(tokenizer):
     blanks = tools("\n", call("f"), "\n", call("g"), "\n")
     assert read(tokenizer, f"a{END_THINK}\n{response('b')}\n{blanks}\n{END}").content == "b"
+    assert read(tokenizer, END_THINK + "\n" + tools(" x", call("f"))).content == " x"
     stray = read(tokenizer, END_THINK + response("b") + " stray" + tools(call("f", " text")))
     assert stray.content == "b stray text" and stray.tool_calls[0].arguments == "{}"
 
