@@ -145,8 +145,8 @@ def _print_tables(report: dict[str, Any]) -> None:
     total = parameters["text"] + parameters["vision"]
     console.print(f"{report['path']}: {_FAMILY_NAMES[report['family']]}")
     console.print(
-        f"{report['tensors']:,} tensors, {_amount(total)} parameters, {_amount(parameters['active'])} active, "
-        f"{_size(report['bytes'])}\n"
+        f"{report['tensors']:,} tensors, {_amount(total)} parameters, "
+        f"{_amount(parameters['active'])} active, {_size(report['bytes'])}\n"
     )
     facts("Architecture", _architecture(config))
     facts("Layer map (K = KDA, M = full attention; small letter = dense feed-forward)", _layer_map(report))

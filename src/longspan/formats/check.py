@@ -37,8 +37,8 @@ class Comparison:
 def compare(config: ModelConfig, checkpoint: Checkpoint) -> Comparison:
     """List every difference.
 
-    A matrix of a routed expert may be plain or packed whatever the config announces: the file decides. Anything
-    else that is packed shows up as one tensor missing and two unexpected.
+    A matrix of a routed expert may be plain or packed whatever the config announces: the file decides. Others
+    that are packed show up as one tensor missing and two unexpected.
     """
     names = resolve_names(checkpoint.names)
     result = Comparison(names, {})

@@ -30,7 +30,7 @@ def track(items: Iterable[T], description: str, total: int | None = None) -> Ite
                 from rich.console import Console
                 from rich.progress import Progress
 
-                bar = Progress(console=Console(stderr=True), transient=True)
+                bar = Progress(console=Console(file=sys.stderr), transient=True)
                 task = bar.add_task(description, total=total)
                 bar.start()
             if bar is not None and task is not None:
