@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_model import FakeModel
+from support.random_checkpoint import write_checkpoint
 
 from longspan.chat import Tokenizer
 from longspan.config import ModelConfig, load_config
@@ -36,6 +37,7 @@ def fake(config: ModelConfig) -> FakeModel:
 
 
 @pytest.fixture(scope="session")
-def decoder(data_dir: Path) -> Decoder:
-    """The golden K3.1 model: random weights, top-k 16, all parts."""
-    return load_model(data_dir / "k31-text", dtype="float32")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
+    """A random K3.1 model with all parts, in float32; its indexer chooses TOP_K = 7 tokens."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("k31"), "k3.1", packed=True)
+    return load_model(directory, dtype="float32")
