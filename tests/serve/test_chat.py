@@ -1,4 +1,4 @@
-"""/v1/chat/completions with the official client: what is said comes out in the right field, streamed or not."""
+"""/v1/chat/completions with the official client: what is said comes out in its field, streamed or not."""
 
 from __future__ import annotations
 

@@ -59,6 +59,12 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
             param="response_format",
             remedy='Structured output is not available: only {"type": "text"} is accepted.',
         )
+    if not (body.add_generation_prompt or body.continue_final_message):
+        raise RequestError(
+            "`add_generation_prompt` is false, so there is no reply to begin.",
+            param="add_generation_prompt",
+            remedy="Leave it out, or set `continue_final_message` to continue the last message.",
+        )
     sampling: dict[str, Any] = {"max_tokens": None} | body.sampling()
     params = SamplingParams(**sampling)
     prompt = chat_prompt(service.tokenizer, body)

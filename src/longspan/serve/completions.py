@@ -17,6 +17,8 @@ from longspan.serve.protocol import CompletionRequest
 from longspan.serve.service import Service
 from longspan.serve.usage import Usage
 
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
 
 @dataclass(frozen=True)
 class CompletionCall:
@@ -54,22 +56,23 @@ def prepare_completion(service: Service, body: CompletionRequest) -> CompletionC
             )
         # The log-probabilities of an echoed prompt are asked for together with those of its continuation.
         sampling.setdefault("prompt_logprobs", body.logprobs)
-    params = SamplingParams(**sampling)
     call_id = f"cmpl-{uuid.uuid4().hex}"
     prompts = _token_ids(service, body)
     requests = [
-        Request(
-            id=f"{call_id}-{i}",
-            prompt_token_ids=token_ids,
-            params=params,
-            make_reader=lambda: TextReader(service.tokenizer, params),
-        )
-        for i, token_ids in enumerate(prompts)
+        _request(service, f"{call_id}-{i}", token_ids, sampling) for i, token_ids in enumerate(prompts)
     ]
-    for request in requests:
-        service.check(request)
     echoes = [service.tokenizer.decode(token_ids) if body.echo else "" for token_ids in prompts]
     return CompletionCall(body, body.request_id or call_id, requests, echoes, int(time.time()), model)
+
+
+def _request(service: Service, request_id: str, token_ids: list[int], sampling: dict[str, Any]) -> Request:
+    room = service.engine.max_model_len - len(token_ids)
+    # What nobody asked for can't be too much.
+    given: dict[str, Any] = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | sampling
+    params = SamplingParams(**given)
+    request = Request(request_id, token_ids, params, lambda: TextReader(service.tokenizer, params))
+    service.check(request)
+    return request
 
 
 def _token_ids(service: Service, body: CompletionRequest) -> list[list[int]]:

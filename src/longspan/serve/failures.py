@@ -102,10 +102,9 @@ def _first_problem(problems: list[Any] | Any) -> tuple[str, str | None]:
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "syntax error")
         return f"The request body is not valid JSON: {reason} at character {first['loc'][-1]}.", None
-    path = [part for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
+    of_field = [problem for problem in problems if problem["loc"][1:2] == first["loc"][1:2]]
+    path = first["loc"][1:] if len(of_field) == 1 else first["loc"][1:2]
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    alternatives = {
-        p["msg"][0].lower() + p["msg"][1:] for p in problems if p["loc"][1:2] == first["loc"][1:2]
-    }
+    alternatives = {problem["msg"][0].lower() + problem["msg"][1:] for problem in of_field}
     where = f"`{param}`" if param else "The request body"
     return f"{where}: {' or '.join(sorted(alternatives))}.", param or None

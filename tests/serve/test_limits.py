@@ -1,0 +1,282 @@
+"""Keys, sizes, queues, hang-ups, failures and the end of the server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.scripted import Reciter, Running, ScriptedModel, running_server
+
+from longspan.chat import Tokenizer
+from longspan.errors import CapacityError
+from longspan.serve.server import bind
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"messages": [{"role": "user", "content": "x"}]}
+ENDLESS = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture
+def own_server(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator[Running]:
+    """A server of the test's own, with the options it is parametrised with."""
+    model = ScriptedModel(tokenizer, Reciter(tokenizer))
+    with running_server(model, tokenizer, **getattr(request, "param", {})) as server:
+        yield server
+
+
+def metrics(server: Running) -> dict[str, float]:
+    """Value by name of all metrics without labels of their own; a histogram's by its count."""
+    text = server.get("/metrics").text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    assert all(sample.labels["model_name"] == "tiny" for sample in samples)
+    values = {s.name: s.value for s in samples if set(s.labels) == {"model_name"}}
+    ends = {s.labels["finished_reason"]: s.value for s in samples if s.name == "vllm:request_success_total"}
+    return values | {f"ends.{reason}": value for reason, value in ends.items()}
+
+
+class Hold:
+    """Stops a model before its next step until released."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        self.reached, self._free = threading.Event(), threading.Event()
+        model.before_step = self._wait
+
+    def _wait(self) -> None:
+        self.reached.set()
+        assert self._free.wait(60)
+
+    def release(self) -> None:
+        self._free.set()
+
+
+@pytest.mark.parametrize("own_server", [dict(api_key="s3cret")], indirect=True)
+def test_a_key_opens_everything_and_probes_need_none(own_server: Running) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
+        for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+            answer = own_server.post(path, {}, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        assert own_server.get("/v1/models", headers=headers).status_code == 401
+    with pytest.raises(openai.AuthenticationError):
+        own_server.client(api_key="wrong").models.list()
+    assert [model.id for model in own_server.client(api_key="s3cret").models.list()] == ["tiny", "alias"]
+    for path in ("/health", "/metrics", "/version"):
+        assert own_server.get(path).status_code == 200
+
+
+def test_models_say_their_length(server: Running) -> None:
+    card = server.get("/v1/models").json()["data"][0]
+    assert (card["id"], card["max_model_len"]) == ("tiny", 512 * 16)
+    assert server.client().models.retrieve("alias").id == "alias"
+    assert server.get("/v1/models/gpt-4").status_code == 404
+
+
+@pytest.mark.parametrize("own_server", [dict(max_body_bytes=1000)], indirect=True)
+def test_a_large_body_is_refused_declared_or_not(own_server: Running) -> None:
+    body = {"prompt": "x" * 1000}
+    declared = own_server.post(TEXT, body)
+    pieces = (piece for piece in [json.dumps(body).encode()])
+    headers = {"Content-Type": "application/json"}
+    chunked = httpx.post(own_server.url + TEXT, content=pieces, headers=headers)
+    for answer in (declared, chunked):
+        assert answer.status_code == 413 and "--max-body-mib" in answer.json()["error"]["message"]
+    assert own_server.post(TEXT, {"prompt": "x"}).status_code == 200
+
+
+@pytest.mark.parametrize("own_server", [dict(max_queue=2, num_slots=1)], indirect=True)
+def test_a_full_queue_is_429_and_empties_again(own_server: Running) -> None:
+    own_server.say("Fine.")
+    hold = Hold(own_server.model)
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(own_server.post, TEXT, {"prompt": "x"}) for _ in range(3)]
+        assert hold.reached.wait(30)
+        while own_server.service._admitted < 3:
+            time.sleep(0.005)
+        for stream in (False, True):
+            refused = own_server.post(TEXT, {"prompt": "x", "stream": stream})
+            assert refused.status_code == 429 and refused.headers["Retry-After"]
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert own_server.get("/health").status_code == 200
+        hold.release()
+        assert {answer.result().status_code for answer in waiting} == {200}
+    assert own_server.post(TEXT, {"prompt": "x"}).status_code == 200
+    assert own_server.post(TEXT, {"prompt": "x", "n": 4}).status_code == 400
+    own_server.wait_until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_gives_everything_back_at_once(server: Running, stream: bool) -> None:
+    server.say("word ", repeat=3000)
+    for delay in (0, 0.001, 0.01, 0.03):
+        for path, body in (
+            (TEXT, ENDLESS | {"n": 2}),
+            (CHAT, USER),
+            (TEXT, ENDLESS | {"prompt": ["a", "b"]}),
+        ):
+            drop(server, path, body | {"stream": stream}, delay)
+    server.wait_until_idle()
+
+
+def drop(server: Running, path: str, body: dict[str, Any], delay: float) -> None:
+    """Sends a request and closes the socket after `delay` seconds, whatever has come by then."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        time.sleep(delay)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_finished_request_is_never_aborted(
+    server: Running, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.say("Fine.")
+    aborted: list[str] = []
+    monkeypatch.setattr(server.engine, "abort", lambda request_id: aborted.append(request_id) or [])
+    for path, body in ((TEXT, {"prompt": ["x", "y"], "n": 2}), (CHAT, USER)):
+        assert server.post(path, body | {"stream": stream}).status_code == 200
+    server.wait_until_idle()
+    assert aborted == []
+
+
+def test_health_answers_while_a_long_chat_is_rendered_and_encoded(server: Running) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"k": "v"}'}}
+    turn = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "ok"},
+    ]
+    server.say("<|end_of_msg|>")
+    pace: list[float] = []
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, "/tokenize", {"messages": turn * 5000})
+        while not answer.done():
+            began = time.monotonic()
+            assert server.get("/health").status_code == 200
+            pace.append(time.monotonic() - began)
+    assert answer.result().status_code == 200
+    assert len(pace) > 3, "health was asked in between"
+
+
+def failure(server: Running, after_steps: int) -> Callable[[], None]:
+    """For `before_step`: fails once, in the step after so many."""
+    steps = iter(range(after_steps))
+
+    def step() -> None:
+        if next(steps, None) is None:
+            server.model.before_step = lambda: None
+            raise RuntimeError("broken kernel")
+
+    return step
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_step_that_fails_ends_its_requests_with_an_error_and_nothing_else(
+    server: Running, stream: bool
+) -> None:
+    server.say("Fine.")
+    server.model.before_step = failure(server, after_steps=2)
+    answer = server.post(TEXT, {"prompt": "x", "stream": stream})
+    if stream:
+        *_, last, end = answer.text.split("\n\n")
+        found = json.loads(last.removeprefix("data: "))["error"]
+        assert end == "" and "[DONE]" not in answer.text
+    else:
+        assert answer.status_code == 500
+        found = answer.json()["error"]
+    assert found["type"] == "server_error" and "broken kernel" in found["message"]
+    assert server.post(TEXT, {"prompt": "x"}).json()["choices"][0]["text"] == "Fine."
+
+
+def test_the_official_client_raises_for_an_error_in_a_stream(server: Running) -> None:
+    server.say("Fine.")
+    server.model.before_step = failure(server, after_steps=1)
+    with pytest.raises(openai.APIError, match="broken kernel"):
+        list(server.client().completions.create(model="tiny", prompt="x", stream=True))
+
+
+def test_a_dead_engine_is_unhealthy_and_says_so(own_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: Any) -> None:
+        raise SystemError("the thread dies")
+
+    monkeypatch.setattr(own_server.engine, "step", die)
+    assert own_server.post(TEXT, {"prompt": "x"}).status_code >= 500
+    assert own_server.get("/health").status_code == 503
+    assert own_server.post(TEXT, {"prompt": "x"}).status_code == 503
+
+
+def test_metrics_count_what_was_served(own_server: Running) -> None:
+    length = own_server.say("Fine words.") + 1
+    before = metrics(own_server)
+    assert before["vllm:num_requests_running"] == before["vllm:generation_tokens_total"] == 0
+    own_server.post(TEXT, {"prompt": [1, 2, 3], "n": 2, "max_tokens": 50})
+    own_server.post(TEXT, {"prompt": [1, 2, 3], "max_tokens": 2, "stream": True})
+    after = metrics(own_server)
+    assert after["vllm:generation_tokens_total"] == 2 * length + 2
+    assert after["vllm:prompt_tokens_total"] == 9
+    assert (after["ends.stop"], after["ends.length"]) == (2, 1)
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    assert after["vllm:kv_cache_usage_perc"] == 0
+    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
+        assert after[f"vllm:{name}_count"] == 3
+    assert after["vllm:inter_token_latency_seconds_count"] == 2 * (length - 1) + 1
+    assert after["vllm:request_generation_tokens_sum"] == 2 * length + 2
+    assert after["vllm:num_preemptions_total"] == 0
+
+
+def test_metrics_show_what_runs_and_waits(own_server: Running) -> None:
+    hold = Hold(own_server.model)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(own_server.post, TEXT, ENDLESS | {"n": 6, "max_tokens": 2})
+        assert hold.reached.wait(30)
+        now = metrics(own_server)
+        assert (now["vllm:num_requests_running"], now["vllm:num_requests_waiting"]) == (4, 2)
+        assert 0 < now["vllm:kv_cache_usage_perc"] < 1
+        hold.release()
+        assert answer.result().status_code == 200
+
+
+@pytest.mark.parametrize("own_server", [dict(drain_seconds=30)], indirect=True)
+def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(own_server: Running) -> None:
+    own_server.say("Fine.")
+    hold = Hold(own_server.model)
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=own_server.url) as kept_open:
+        running = pool.submit(own_server.post, TEXT, {"prompt": "x"})
+        assert hold.reached.wait(30)
+        own_server.server.should_exit = True
+        with pytest.raises(httpx.TransportError):
+            while kept_open.post(TEXT, json={"prompt": "x"}).status_code == 503:
+                assert kept_open.get("/health").status_code == 503
+        hold.release()
+        assert running.result().json()["choices"][0]["text"] == "Fine."
+
+
+@pytest.mark.parametrize("own_server", [dict(drain_seconds=0.2)], indirect=True)
+def test_what_is_not_done_in_time_is_told_so(own_server: Running) -> None:
+    own_server.say("word ", repeat=4000)
+    own_server.model.before_step = lambda: time.sleep(0.005)
+    with ThreadPoolExecutor(2) as pool:
+        whole = pool.submit(own_server.post, TEXT, ENDLESS)
+        stream = pool.submit(own_server.post, TEXT, ENDLESS | {"stream": True})
+        while own_server.engine.stats.num_running < 2:
+            time.sleep(0.005)
+        own_server.server.should_exit = True
+        assert whole.result().status_code == 503
+        last = stream.result().text.strip().split("\n\n")[-1]
+    assert "shutting down" in json.loads(last.removeprefix("data: "))["error"]["message"]
+
+
+def test_a_taken_port_is_said_clearly() -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CapacityError, match=f"port {port}.*--port"):
+            bind("127.0.0.1", port)
