@@ -154,8 +154,9 @@ TEXT = st.text(ALPHABET.filter(known_for_long), max_size=60)
 
 @pytest.fixture(scope="module")
 def pair_ranks() -> dict[bytes, int]:
-    """Every pair of bytes is a token, so nearly every shift of a cut between pieces shows in the ids."""
-    tokens = [bytes([a]) for a in range(256)] + [bytes([a, b]) for a in range(256) for b in range(256)]
+    """Every pair of bytes is a token, letters first, so a cut in the wrong place shows in the ids."""
+    singles = [bytes([byte]) for byte in range(256)]
+    tokens = singles + [a + b for a in reversed(singles) for b in reversed(singles)]
     return {token: rank for rank, token in enumerate(tokens)}
 
 
