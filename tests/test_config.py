@@ -230,6 +230,8 @@ def test_optional_fields_can_be_absent(name):
         ("text_config.linear_attn_config.full_attn_layers", [4], r"name each layer once.*missing: \[8, 12"),
         ("text_config.linear_attn_config.kda_layers", [*range(1, 94)], r"named twice: \[4, 8"),
         ("text_config.num_hidden_layers", 92, r"outside: \[93\]"),
+        ("text_config.num_hidden_layers", 10**15, r"missing: \[94, 95"),
+        ("text_config.routed_scaling_factor", 10**400, "routed_scaling_factor is 1000"),
         ("text_config.dsa_config", {"topk": 5}, "which only K3.1 has"),
         ("text_config.quantization_config.format", "nvfp4-pack-quantized", 'legal is "mxfp4-pack-quantized"'),
         ("text_config.quantization_config.quant_method", "gptq", 'legal is "compressed-tensors"'),

@@ -138,13 +138,33 @@ def test_tied_embeddings_have_no_head_but_count_as_active(linear):
     assert active_parameters(tied) == active_parameters(linear)
 
 
-def test_the_golden_vision_weights_are_those_expected(k3):
-    """The vision inventory at another size: two layers, two norms less nothing else."""
+def test_vision_tensors_follow_the_config(k3):
     assert k3.vision is not None
-    small = dataclasses.replace(k3.vision, num_layers=2, hidden_size=64, merge_size=2, text_hidden_size=128)
-    specs = vision_specs(small)
-    assert len(specs) == 18
-    assert specs["mm_projector.proj.2.weight"].shape == (128, 256)
+    small = dataclasses.replace(
+        k3.vision,
+        num_layers=1,
+        hidden_size=64,
+        qkv_hidden_size=96,
+        intermediate_size=128,
+        pos_emb_height=8,
+        pos_emb_width=9,
+        text_hidden_size=128,
+    )
+    block = "vision_tower.encoder.blocks.0"
+    assert {name: list(spec.shape) for name, spec in vision_specs(small).items()} == {
+        "mm_projector.post_norm.weight": [128],
+        "mm_projector.proj.0.weight": [256, 256],
+        "mm_projector.proj.2.weight": [128, 256],
+        f"{block}.mlp.fc0.weight": [128, 64],
+        f"{block}.mlp.fc1.weight": [64, 128],
+        f"{block}.norm0.weight": [64],
+        f"{block}.norm1.weight": [64],
+        f"{block}.wo.weight": [64, 96],
+        f"{block}.wqkv.weight": [288, 64],
+        "vision_tower.encoder.final_layernorm.weight": [64],
+        "vision_tower.patch_embed.pos_emb.weight": [8, 9, 64],
+        "vision_tower.patch_embed.proj.weight": [64, 3, 14, 14],
+    }
 
 
 def test_counts_grow_with_the_config_without_a_cap(k3):

@@ -92,7 +92,7 @@ class Fields:
         value = self.take(*names, default=default, legal=legal)
         if value is default:
             return value
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= above:
+        if type(value) not in (int, float) or not above < value < math.inf or abs(value) > 1e300:
             raise self.refuse(names, value, legal)
         return float(value)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import islice
 from typing import Any
 
 from longspan.config.fields import Fields, agreed, shown
@@ -69,19 +71,7 @@ def read_kda(fields: Fields, num_layers: int) -> tuple[KdaConfig, tuple[int, ...
     if bound is not None and not -5 <= bound < 0:
         raise fields.refuse(("gate_lower_bound",), bound, "a number from -5 to below 0, or null")
     full, kda = fields.integers("full_attn_layers"), fields.integers("kda_layers")
-    both = sorted(full + kda)
-    if both != list(range(1, num_layers + 1)):
-        every = set(range(1, num_layers + 1))
-        problems = {
-            "missing": sorted(every.difference(both)),
-            "outside": sorted(set(both) - every),
-            "named twice": sorted({n for n in both if both.count(n) > 1}),
-        }
-        found = "; ".join(f"{what}: {shown(numbers)}" for what, numbers in problems.items() if numbers)
-        raise ConfigError(
-            f"{fields.path('full_attn_layers')} and {fields.path('kda_layers')} must name each layer once, "
-            f"counted from 1 to num_hidden_layers = {num_layers}; {found}."
-        )
+    _check_partition(fields, full, kda, num_layers)
     config = KdaConfig(
         num_heads=fields.integer("num_heads"),
         head_dim=fields.integer("head_dim"),
@@ -91,6 +81,22 @@ def read_kda(fields: Fields, num_layers: int) -> tuple[KdaConfig, tuple[int, ...
     )
     fields.finish()
     return config, tuple(sorted(full))
+
+
+def _check_partition(fields: Fields, full: tuple[int, ...], kda: tuple[int, ...], num_layers: int) -> None:
+    counts = Counter(full + kda)
+    absent = (n for n in range(1, num_layers + 1) if n not in counts)
+    problems = {
+        "missing": list(islice(absent, 10)),  # a wrong num_layers may be astronomic
+        "outside": sorted(n for n in counts if not 1 <= n <= num_layers),
+        "named twice": sorted(n for n, count in counts.items() if count > 1),
+    }
+    if any(problems.values()):
+        found = "; ".join(f"{what}: {shown(numbers)}" for what, numbers in problems.items() if numbers)
+        raise ConfigError(
+            f"{fields.path('full_attn_layers')} and {fields.path('kda_layers')} must name each layer once, "
+            f"counted from 1 to num_hidden_layers = {num_layers}; {found}."
+        )
 
 
 def read_mla(text: Fields, latent_norm_eps: float) -> MlaConfig:
