@@ -17,7 +17,7 @@ from longspan.engine.output import Finish, FinishReason, StepOutput, Times
 from longspan.engine.request import Request
 from longspan.engine.runner import Model, Runner, SequenceLogits
 from longspan.engine.sampler import Sampled, Sampler, token_logprobs
-from longspan.engine.scheduler import Scheduler
+from longspan.engine.scheduler import PROMPT_LOGPROB_ROWS, Scheduler
 from longspan.engine.sequence import Sequence
 from longspan.errors import LongspanError, NonFiniteError, RequestError
 from longspan.memory.memory import Memory
@@ -227,6 +227,7 @@ def _plan(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> Mem
         element_bytes=ELEMENT_BYTES[options.dtype],
         page_size=options.page_size,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        extra_logit_rows=PROMPT_LOGPROB_ROWS,
         max_num_seqs=options.max_num_seqs,
         max_model_len=options.max_model_len,
         cache_gib=options.cache_gib,

@@ -86,15 +86,16 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def _normalise_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise _illegal("stop", text, "a non-empty string")
-        ids = tuple(self.stop_token_ids or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
+            raise _illegal("stop", self.stop, "a non-empty string or a list of them")
+        ids = self.stop_token_ids or ()
+        if not isinstance(ids, list | tuple):
+            raise _illegal("stop_token_ids", ids, "a list of token ids")
         for token_id in ids:
             _integer("stop_token_ids", token_id, 0, None)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
 
     def _normalise_bias(self) -> None:
         if self.logit_bias is None:

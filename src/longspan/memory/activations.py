@@ -6,19 +6,16 @@ The operators work in blocks of fixed sizes, so nothing here grows with the cont
 from __future__ import annotations
 
 from longspan.config import ModelConfig
+from longspan.ops.indexer import INDEX_KEY_BLOCK, INDEX_QUERY_BLOCK
+from longspan.ops.kda import SEGMENT, TILE
+from longspan.ops.sparse_attention import DENSE_KEY_BLOCK, DENSE_QUERY_BLOCK, GATHER_ELEMENTS
 
 WIDE = 4  # bytes of float32
-KDA_SEGMENT = 512  # tokens of one pass of chunked KDA
-KDA_TILE = 8
-INDEX_BLOCK = 64 * 4096  # queries x keys scored at once
-GATHERED = 1 << 22  # cached numbers gathered at once
-DENSE_BLOCK = 64 * 1024  # queries x keys of dense attention at once
 LOGIT_COPIES = 8  # float32 equivalents per logit while sampling: raw, edited, sorted, float64 masses
-MIN_LOGIT_ROWS = 128  # as many as are wanted for prompt log-probabilities
 
 
-def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, element_bytes: int) -> int:
-    """Bytes of a step of `num_tokens` tokens that samples for `num_seqs` sequences."""
+def activation_bytes(config: ModelConfig, num_tokens: int, num_logit_rows: int, element_bytes: int) -> int:
+    """Bytes of a step of `num_tokens` tokens that gives `num_logit_rows` rows of logits."""
     size = config.attn_res_block_size
     num_sources = 2 if size is None else config.num_layers // size + 2
     stream = num_tokens * config.hidden_size * (num_sources * (element_bytes + 2 * WIDE) + 4 * WIDE)
@@ -27,14 +24,14 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, elemen
         _mla(config, num_tokens, element_bytes),
         _ffn(config, num_tokens, element_bytes),
     )
-    logits = max(num_seqs, MIN_LOGIT_ROWS) * config.vocab_size * WIDE * LOGIT_COPIES
+    logits = num_logit_rows * config.vocab_size * WIDE * LOGIT_COPIES
     return stream + max(layer, logits)
 
 
 def _kda(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
     width = config.kda.num_heads * config.kda.head_dim
     rows = num_tokens * width * (11 * element_bytes + 20 * WIDE)
-    inside_tiles = min(num_tokens, KDA_SEGMENT) * width * (KDA_TILE * 7 + 24) * WIDE
+    inside_tiles = min(num_tokens, SEGMENT) * width * (TILE * 7 + 24) * WIDE
     return rows + inside_tiles
 
 
@@ -42,10 +39,10 @@ def _mla(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
     mla = config.mla
     width = mla.num_heads * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     rows = num_tokens * width * (2 * element_bytes + 4 * WIDE)
-    attend = max(GATHERED, DENSE_BLOCK * mla.num_heads) * 4 * WIDE
+    attend = max(GATHER_ELEMENTS, DENSE_QUERY_BLOCK * DENSE_KEY_BLOCK * mla.num_heads) * 4 * WIDE
     if config.indexer is None:
         return rows + attend
-    choose = INDEX_BLOCK * (config.indexer.num_heads + 8) * 3 * WIDE
+    choose = INDEX_QUERY_BLOCK * INDEX_KEY_BLOCK * (config.indexer.num_heads + 8) * 3 * WIDE
     return rows + num_tokens * config.indexer.top_k * 3 * 8 + max(attend, choose)
 
 

@@ -1,4 +1,4 @@
-"""What an engine will hold, worked out before weights are read. Needs no torch.
+"""What an engine will hold, worked out before weights are read.
 
 What was asked for is met or refused with the largest legal number; what was left open is chosen to fit.
 """
@@ -73,13 +73,15 @@ def plan_memory(
     element_bytes: int,
     page_size: int,
     max_num_batched_tokens: int,
+    extra_logit_rows: int = 0,
     max_num_seqs: int | None = None,
     max_model_len: int | None = None,
     cache_gib: float | None = None,
     weight_bytes: int = 0,
     available_bytes: int | None = None,
 ) -> MemoryPlan:
-    """`element_bytes` of the model's dtype; `available_bytes` None: what the machine has free now.
+    """`element_bytes` of the model's dtype; `extra_logit_rows` of a step beside one for each sequence;
+    `available_bytes` None: what the machine has free now.
 
     `cache_gib` None: enough for one longest sequence and for all KDA states, at least DEFAULT_CACHE_BYTES,
     but never more than half of what is free beside the weights. Raises CapacityError.
@@ -119,7 +121,9 @@ def plan_memory(
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         weight_bytes=weight_bytes,
-        activation_bytes=activation_bytes(config, max_num_batched_tokens, num_slots, element_bytes),
+        activation_bytes=activation_bytes(
+            config, max_num_batched_tokens, num_slots + extra_logit_rows, element_bytes
+        ),
     )
 
 

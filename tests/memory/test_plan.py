@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.random_checkpoint import write_checkpoint
+from support.serving import make_engine, make_request, run
+from support.tensor_meter import TensorMeter
+
+from longspan.config import ModelConfig, load_config
+from longspan.errors import CapacityError
+from longspan.memory.activations import activation_bytes
+from longspan.memory.layout import allocate_views
+from longspan.memory.plan import GIB, MemoryPlan, available_memory, plan_memory, show_bytes
+from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
+from longspan.model.loader import load_model
+from longspan.ops.batch import KdaView
+
+
+@pytest.fixture(scope="module")
+def config(data_dir: Path) -> ModelConfig:
+    return load_config(data_dir / "k31-text")
+
+
+def plan(config: ModelConfig, **options: Any) -> MemoryPlan:
+    given = {"element_bytes": 2, "page_size": 64, "max_num_batched_tokens": 512, "available_bytes": 8 * GIB}
+    return plan_memory(config, **(given | options))
+
+
+def test_what_is_asked_for_is_met_within_the_budget(config: ModelConfig) -> None:
+    made = plan(config, max_num_seqs=10, max_model_len=1000, cache_gib=0.01)
+    assert (made.num_slots, made.max_model_len) == (10, 1000)
+    assert made.num_pages * made.page_size >= 1000
+    assert made.cache_bytes <= 0.01 * GIB
+
+
+def test_the_bytes_are_those_of_the_tensors(config: ModelConfig) -> None:
+    made = plan(config, max_num_seqs=3, max_model_len=256, page_size=16, element_bytes=4)
+    views = allocate_views(config, made.num_pages, 16, made.num_slots, torch.float32)
+    tensors = []
+    for view in views:
+        tensors += [view.state, view.conv] if isinstance(view, KdaView) else [view.latent, view.index_key]
+    assert made.cache_bytes == sum(t.nbytes for t in tensors if t is not None)
+
+
+def test_more_sequences_than_states_fit_are_refused_with_the_largest_number(config: ModelConfig) -> None:
+    slot = bytes_per_sequence(config, 2).total
+    page = 64 * bytes_per_token(config, 2).total
+    gib = (10 * slot + 16 * page + slot // 2) / GIB
+    with pytest.raises(CapacityError, match="lower --max-num-seqs to 10") as caught:
+        plan(config, max_num_seqs=1000, max_model_len=1024, cache_gib=gib)
+    assert "--cache-gib" in str(caught.value)
+    assert plan(config, max_num_seqs=10, max_model_len=1024, cache_gib=gib).num_slots == 10
+    with pytest.raises(CapacityError):
+        plan(config, max_num_seqs=11, max_model_len=1024, cache_gib=gib)
+
+
+def test_without_a_number_as_many_sequences_run_as_fit(config: ModelConfig) -> None:
+    slot, page = bytes_per_sequence(config, 2).total, 64 * bytes_per_token(config, 2).total
+    assert plan(config, max_model_len=1024, cache_gib=(10 * slot + 16 * page) / GIB).num_slots == 10
+    assert plan(config, max_model_len=1024, cache_gib=1).num_slots == 64
+
+
+def test_a_longer_sequence_than_fits_is_refused_with_the_longest(config: ModelConfig) -> None:
+    slot, page = bytes_per_sequence(config, 2).total, 64 * bytes_per_token(config, 2).total
+    gib = (2 * slot + 7 * page) / GIB
+    with pytest.raises(CapacityError, match="lower --max-model-len to 448"):
+        plan(config, max_num_seqs=2, max_model_len=449, cache_gib=gib)
+    assert plan(config, max_num_seqs=2, max_model_len=448, cache_gib=gib).num_pages == 7
+
+
+def test_without_a_length_sequences_may_be_as_long_as_fits(config: ModelConfig) -> None:
+    slot, page = bytes_per_sequence(config, 2).total, 64 * bytes_per_token(config, 2).total
+    assert plan(config, max_num_seqs=1, cache_gib=(slot + 7 * page) / GIB).max_model_len == 448
+    assert plan(config, cache_gib=4).max_model_len == config.max_position
+
+
+def test_a_longer_sequence_than_the_model_allows_is_refused(config: ModelConfig) -> None:
+    with pytest.raises(CapacityError, match=f"Ask for at most {config.max_position}"):
+        plan(config, max_model_len=config.max_position + 1)
+
+
+def test_a_budget_for_nothing_is_refused_with_one_that_is_enough(config: ModelConfig) -> None:
+    with pytest.raises(CapacityError, match=r"give --cache-gib 0\.0"):
+        plan(config, cache_gib=1e-6)
+
+
+def test_no_more_pages_than_all_sequences_can_use(config: ModelConfig) -> None:
+    made = plan(config, max_num_seqs=2, max_model_len=100, cache_gib=4)
+    assert made.num_pages == 2 * 2
+
+
+def test_a_small_model_leaves_most_of_the_machine_alone(config: ModelConfig) -> None:
+    assert plan(config, available_bytes=1000 * GIB).cache_bytes < 1.1 * GIB
+
+
+def test_the_default_never_takes_more_than_half_of_what_the_weights_leave(config: ModelConfig) -> None:
+    big = replace(config, mla=replace(config.mla, kv_lora_rank=4096))
+    made = plan(big, weight_bytes=6 * GIB)
+    assert made.cache_bytes <= GIB
+    assert made.max_model_len < config.max_position
+
+
+def test_the_plan_can_be_read(config: ModelConfig) -> None:
+    made = plan(config, max_num_seqs=4, max_model_len=1000, cache_gib=0.01, weight_bytes=3 * GIB)
+    lines = {what: (size, remark) for what, size, remark in made.lines()}
+    assert lines["weights"][0] == "3.0 GiB"
+    assert lines["KDA states"][1] == "4 sequences at once"
+    assert lines["total, at most"] == (show_bytes(made.total_bytes), "sequences of up to 1000 tokens")
+
+
+def test_the_machine_says_how_much_is_free() -> None:
+    assert 0 < available_memory() < 2**50
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 * 2**40, "5.0 TiB")]
+)
+def test_bytes_are_shown_in_the_largest_unit(count: int, text: str) -> None:
+    assert show_bytes(count) == text
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of the operators far smaller than the prompts here, as they are in earnest."""
+    for module, names in (
+        ("indexer", {"INDEX_QUERY_BLOCK": 8, "INDEX_KEY_BLOCK": 16}),
+        ("sparse_attention", {"GATHER_ELEMENTS": 512, "DENSE_QUERY_BLOCK": 8, "DENSE_KEY_BLOCK": 16}),
+    ):
+        for name, value in names.items():
+            monkeypatch.setattr(f"longspan.ops.{module}.{name}", value)
+            monkeypatch.setattr(f"longspan.memory.activations.{name}", value)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("family", ["kimi-linear", "k3", "k3.1"])
+@pytest.mark.parametrize("chunk", [8, 60])
+def test_a_step_holds_no_more_than_the_plan_says(tmp_path: Path, family: str, chunk: int) -> None:
+    model = load_model(write_checkpoint(tmp_path, family), dtype="float32")
+    engine = make_engine(model, num_pages=10, page_size=16, chunk=chunk)
+    with TensorMeter() as meter:
+        run(engine, make_request("a", [3] * 120, max_tokens=2, temperature=1.0, top_p=0.9, logprobs=5))
+    assert meter.peak <= activation_bytes(model.config, chunk, 8, 4) < 10 * meter.peak
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_what_a_step_holds_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
+    model = load_model(write_checkpoint(tmp_path, "k3.1"), dtype="float32")
+    peaks = []
+    for chunks in (2, 10):
+        engine = make_engine(model, num_pages=11, page_size=16, chunk=16)
+        with TensorMeter() as meter:
+            run(engine, make_request("a", [3] * (16 * chunks), max_tokens=1))
+        peaks.append(meter.peak)
+    assert peaks[1] < 1.5 * peaks[0]
