@@ -180,6 +180,7 @@ def test_ids_equal_those_of_a_slow_independent_encoder(tokenizer, ranks, pair_to
         ("CamelCase HTTPServer", ["Camel", "Case", " HTTPServer"]),
         ("it's WE'LL o'clock", ["it's", " WE'LL", " o", "'clock"]),
         ("I'd you're I'M I've don't", ["I'd", " you're", " I'M", " I've", " don't"]),
+        ("ʰAb ʰA", ["ʰAb", " ʰ", "A"]),
         ("1234567", ["123", "456", "7"]),
         ("a  b\n\n  c ", ["a", " ", " b", "\n\n", " ", " c", " "]),
         ("x += 1;\n", ["x", " +=", " ", "1", ";\n"]),

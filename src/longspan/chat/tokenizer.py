@@ -100,7 +100,7 @@ class Tokenizer:
         for token, rank in ranks.items():
             self._bytes[rank] = token
         for name, token_id in self.special.items():
-            self._bytes[token_id] = name.encode()
+            self._bytes[token_id] = name.encode(errors="replace")
         self._special_pattern = re.compile(
             "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
         )
