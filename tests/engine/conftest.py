@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from support.fake_model import FakeModel
 from support.random_checkpoint import write_checkpoint
+from support.tokens import SPECIAL
 
 from longspan.chat import Tokenizer
 from longspan.config import ModelConfig, load_config
 from longspan.model.decoder import Decoder
 from longspan.model.loader import load_model
-
-SPECIAL = ["[BOS]", "[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>"]
 
 
 @pytest.fixture(scope="session")
