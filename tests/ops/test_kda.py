@@ -173,7 +173,7 @@ def test_chunks_equal_the_recurrence_and_leave_the_same_non_square_state(tokens:
 
 @pytest.mark.parametrize("decay", [0.0, 5.0, 90.0, 1e4])
 def test_chunks_neither_overflow_nor_lose_precision_at_any_decay(decay: float) -> None:
-    """Every token at the bound of -5 for thousands of tokens, and far beyond it as the unbounded gate allows."""
+    """Tokens at the bound of -5 by the thousand, and far beyond it, as the unbounded gate allows."""
     torch.manual_seed(1)
     tokens = 3000 if decay == 5.0 else 200
     q, k, v, g, beta = random_recurrence(tokens, key=4, value=4)

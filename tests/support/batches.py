@@ -21,9 +21,8 @@ class Tables:
         self.page_size = page_size
         self.num_pages = num_seqs * per_seq + 2
         self.num_slots = num_seqs + 2
-        self.pages = torch.randperm(self.num_pages, generator=order)[: num_seqs * per_seq].view(
-            num_seqs, per_seq
-        )
+        pages = torch.randperm(self.num_pages, generator=order)[: num_seqs * per_seq]
+        self.pages = pages.view(num_seqs, per_seq)
         self.slots = torch.randperm(self.num_slots, generator=order)[:num_seqs]
 
     def batch(

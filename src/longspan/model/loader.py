@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from longspan.config import ModelConfig, load_config
+from longspan.config import load_config
 from longspan.errors import ConfigError
-from longspan.formats.safetensors import Checkpoint, open_checkpoint
+from longspan.formats.check import require_text_model
+from longspan.formats.safetensors import open_checkpoint
 from longspan.model.decoder import Decoder
 from longspan.model.weights import RenamedCheckpoint, build_weights
 from longspan.ops.backend import select_backend
@@ -22,15 +23,15 @@ def load_model(
 ) -> Decoder:
     """The text model in the directory `path`, computing in `dtype` with the operators of `backend`.
 
-    Names, shapes and dtypes of all tensors are checked from the headers; the experts' bytes are read when first
-    needed. Raises ConfigError for config.json, dtype or backend, CheckpointError for the weights.
+    Names, shapes and dtypes of all tensors are checked from the headers; the bytes of an expert are read when
+    it is first hit. Raises ConfigError for config.json, dtype or backend, CheckpointError for the weights.
     """
     compute = _dtype(dtype)
     ops = select_backend(backend)
     config = load_config(Path(path))
     checkpoint = open_checkpoint(Path(path))
-    names = check_tensors(checkpoint, config)
-    return Decoder(config, build_weights(RenamedCheckpoint(checkpoint, names), config, compute), ops, compute)
+    source = RenamedCheckpoint(checkpoint, require_text_model(config, checkpoint))
+    return Decoder(config, build_weights(source, config, compute), ops, compute)
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -38,8 +39,3 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}.", remedy=f"Legal: {', '.join(map(repr, DTYPES))}.")
     return DTYPES[name]
-
-
-def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, str]:
-    names = {name.removeprefix("language_model."): name for name in checkpoint.names}
-    return names

@@ -18,8 +18,8 @@ CHUNK tokens at a time: with G the running sum of g inside a chunk and T the inv
 
 Every exponent is a difference G_r - G_s <= 0: taken directly inside tiles of TILE rows, and split at the
 first row of the tile (both parts <= 0) between tiles. So nothing overflows, neither at the bound for ever
-nor without a bound. G is kept in float64, because a difference of two large sums has to keep float32's
-precision.
+nor without a bound. G is kept in float64, so that a small difference of large sums keeps its digits, and so
+are the triangle's solution and S inside a segment, because the solution amplifies rounding.
 
 Padding rows are identity: g = 0 and beta = 0. A sequence of length 0 leaves its slot alone; one without
 context starts from zeros whatever its slot holds.
@@ -164,24 +164,25 @@ def _segment(
     chunk = min(CHUNK, -(-length // TILE) * TILE)
     q, k, v, g, beta = (_to_chunks(x, chunk) for x in (q, k, v, g, beta[..., None]))
     total = g.double().cumsum(2)  # G
+    grow = total.exp()
 
     beta_k = beta * k
-    A, P = _decayed_products(beta_k, q, k, total)
-    grow = total.exp().float()
+    A, P = (x.double() for x in _decayed_products(beta_k, q, k, total))
     solved = torch.linalg.solve_triangular(
         A, torch.cat([beta * v, beta_k * grow], -1), upper=False, unitriangular=True
     )
     U, W = solved.split([v.shape[-1], k.shape[-1]], -1)
     q_in = q * grow
-    k_out = (k * (total[:, :, -1:] - total).exp().float()).transpose(-1, -2)
+    k_out = (k * (total[:, :, -1:] - total).exp()).transpose(-1, -2)
     decay = grow[:, :, -1, :, None]
 
     o = torch.empty(v.shape)
+    state = state.double()
     for c in range(q.shape[0]):
         delta = U[c] - W[c] @ state
         o[c] = q_in[c] @ state + P[c] @ delta
         state = decay[c] * state + k_out[c] @ delta
-    return o.transpose(1, 2).flatten(0, 1)[:length], state
+    return o.transpose(1, 2).flatten(0, 1)[:length], state.float()
 
 
 def _to_chunks(x: Tensor, chunk: int) -> Tensor:

@@ -17,7 +17,6 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,20 +32,6 @@ class TokenCounts:
     rows: Tensor  # [N] int64
     tokens: Tensor  # [N] int64
     output_counts: Tensor  # [N] int64, 0 = in the prompt only
-
-
-def count_tokens(prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> TokenCounts:
-    """Token ids of each row's prompt and output so far -> their counts."""
-    rows, tokens, counts = [], [], []
-    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
-        ids, where = torch.tensor([*prompt, *output], dtype=torch.int64).unique(return_inverse=True)
-        rows.append(torch.full(ids.shape, row))
-        tokens.append(ids)
-        counts.append(torch.bincount(where[len(prompt) :], minlength=ids.shape[0]))
-    if not rows:
-        empty = torch.empty(0, dtype=torch.int64)
-        return TokenCounts(empty, empty, empty)
-    return TokenCounts(torch.cat(rows), torch.cat(tokens), torch.cat(counts))
 
 
 def apply_penalties(
@@ -76,7 +61,7 @@ def filter_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
         floor = scaled.amax(-1) + torch.where(min_p > 0, min_p.log(), -torch.inf)
         scaled = torch.where(scaled < floor[:, None], -torch.inf, scaled)
     if bool(((top_k > 0) & (top_k < vocab)).any()) or bool((top_p < 1).any()):
-        ordered, order = scaled.sort(-1, descending=True, stable=True)
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
         limit = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
         ordered = torch.where(torch.arange(vocab) < limit[:, None], ordered, -torch.inf)
         mass = torch.softmax(ordered.double(), -1)

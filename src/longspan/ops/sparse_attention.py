@@ -41,7 +41,9 @@ def sparse_attention(
 def _gathered(
     query: Tensor, pages: Tensor, batch: StepBatch, selected: Tensor, scale: float, out: Tensor, lse: Tensor
 ) -> None:
-    block = max(1, GATHER_ELEMENTS // max(1, selected.shape[1] * pages.shape[2]))
+    if selected.shape[1] == 0:
+        return
+    block = max(1, GATHER_ELEMENTS // (selected.shape[1] * pages.shape[2]))
     for begin in range(0, batch.num_tokens, block):
         rows = slice(begin, begin + block)
         valid = selected[rows] >= 0
@@ -52,13 +54,15 @@ def _gathered(
         cached = torch.where(valid[..., None], cached, 0.0)
         scores = scale * (query[rows].float() @ cached.transpose(1, 2))
         scores = torch.where(valid[:, None], scores, -torch.inf)
-        lse[rows] = scores.logsumexp(-1)
-        weights = torch.where(valid[:, None], (scores - lse[rows][..., None]).exp(), 0.0)
-        out[rows] = weights @ cached[..., : out.shape[2]]
-    if selected.shape[1]:
-        broken = selected[:, 0] == NON_FINITE
-        out[broken] = torch.nan
-        lse[broken] = torch.nan
+        peak = scores.amax(-1)
+        weights = torch.where(valid[:, None], (scores - peak[..., None]).exp(), 0.0)
+        total = weights.sum(-1)
+        lse[rows] = peak + total.log()
+        # The best entry has weight 1, so only an empty set has a total below 1: it stays 0 / 1.
+        out[rows] = (weights @ cached[..., : out.shape[2]]) / total.clamp(min=1.0)[..., None]
+    broken = selected[:, 0] == NON_FINITE
+    out[broken] = torch.nan
+    lse[broken] = torch.nan
 
 
 def _dense(query: Tensor, pages: Tensor, batch: StepBatch, scale: float, out: Tensor, lse: Tensor) -> None:

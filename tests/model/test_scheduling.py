@@ -1,0 +1,182 @@
+"""Scheduling never changes answers: chunks, batch mates, cached decode against the lone uncached forward.
+
+All memory starts as NaN and pages are scrambled, so a read of anything not written shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.batches import Host
+from support.random_checkpoint import TOP_K
+from torch import Tensor
+
+import longspan
+from longspan.model.decoder import Decoder
+from longspan.ops.batch import KdaView, MlaView
+
+KINDS = ["kimi-linear", "k3", "k3-plain-experts", "k3.1"]
+TOLERANCE = 1e-4
+
+
+def tokens(count: int, vocab: int = 61, seed: int = 0) -> list[int]:
+    return torch.randint(0, vocab, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 2, TOP_K - 1, TOP_K, TOP_K + 1, 2 * TOP_K, 40])
+def test_decode_token_by_token_equals_the_uncached_forward(
+    kind: str, length: int, model_of: Callable[[str], Decoder]
+) -> None:
+    ids = tokens(length)
+    same(Host(model_of(kind), 1, length).feed(0, ids, 1), model_of(kind).forward(ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_chunk_size_equals_the_uncached_forward(kind: str, model_of: Callable[[str], Decoder]) -> None:
+    ids = tokens(4 * TOP_K + 3)
+    want = model_of(kind).forward(ids)
+    for chunk in range(1, len(ids)):
+        same(Host(model_of(kind), 1, len(ids), page_size=5).feed(0, ids, chunk), want)
+
+
+def test_golden_weights_give_the_same_at_every_chunk_size(data_dir: Path) -> None:
+    """96 tokens, top-k 16, with exact ties of index scores at 0 along the way."""
+    model = longspan.load_model(data_dir / "k31-text", dtype="float32")
+    ids = tokens(96, model.config.vocab_size)
+    want, chosen = record(model, lambda observe: model.forward(ids, observe))
+    for chunk in (1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 48, 63, 64, 65, 95):
+        host = Host(model, 1, len(ids), page_size=16)
+        got, parts = record(model, lambda observe, h=host, c=chunk: feed_observed(h, ids, c, observe))
+        for layer, selected in chosen.items():
+            late = parts[layer]
+            assert torch.equal(late, selected[-late.shape[0] :]), f"chunk {chunk}, layer {layer}"
+        torch.testing.assert_close(got, want, atol=2e-3, rtol=0)
+
+
+def feed_observed(host: Host, ids: list[int], chunk: int, observe) -> Tensor:
+    parts = [host.step({0: ids[i : i + chunk]}, observe)[0] for i in range(0, len(ids), chunk)]
+    return torch.cat(parts)
+
+
+def record(model: Decoder, run) -> tuple[Tensor, dict[int, Tensor]]:
+    """Logits and, per layer, the selections of all steps that made one, in order."""
+    parts: dict[int, list[Tensor]] = {}
+
+    def observe(name: str, layer: int, tensor: Tensor) -> None:
+        if name == "selected":
+            parts.setdefault(layer, []).append(tensor)
+
+    logits = run(observe)
+    return logits, {layer: torch.cat(p) for layer, p in parts.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_ragged_steps_in_any_interleaving_equal_lone_runs(
+    kind: str, model_of: Callable[[str], Decoder], data: st.DataObject
+) -> None:
+    model = model_of(kind)
+    lengths = data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4))
+    prompts = [tokens(n, seed=s) for s, n in enumerate(lengths)]
+    host = Host(model, len(lengths), 32)
+    outputs: list[list[Tensor]] = [[] for _ in lengths]
+    while host.lengths != lengths:
+        seqs = data.draw(st.permutations(range(len(lengths))))
+        chunks = {}
+        for s in seqs:
+            left = prompts[s][host.lengths[s] :]
+            chunks[s] = left[: data.draw(st.integers(0, len(left)))]
+        for s, logits in host.step(chunks).items():
+            outputs[s].append(logits)
+    for s, prompt in enumerate(prompts):
+        if prompt:
+            same(torch.cat(outputs[s]), model.forward(prompt))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_after_chunks_equals_memory_after_decode_element_by_element(
+    kind: str, model_of: Callable[[str], Decoder]
+) -> None:
+    ids = tokens(30)
+    whole, walked = Host(model_of(kind), 1, 30), Host(model_of(kind), 1, 30)
+    whole.feed(0, ids, 30)
+    walked.feed(0, ids, 1)
+    slot = whole.tables.slots[0]
+    for a, b in zip(whole.views, walked.views, strict=True):
+        if isinstance(a, KdaView) and isinstance(b, KdaView):
+            same(a.state[slot], b.state[slot])
+            same(a.conv[slot], b.conv[slot])
+        elif isinstance(a, MlaView) and isinstance(b, MlaView):
+            torch.testing.assert_close(a.latent, b.latent, atol=TOLERANCE, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_used_slot_and_used_pages_leave_no_trace_in_the_next_sequence(
+    kind: str, model_of: Callable[[str], Decoder]
+) -> None:
+    host = Host(model_of(kind), 1, 32)
+    host.feed(0, tokens(32, seed=1), 10)
+    host.lengths[0] = 0
+    ids = tokens(20, seed=2)
+    same(host.feed(0, ids, 7), model_of(kind).forward(ids))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_sequence_does_not_touch_its_batch_mates(
+    kind: str, model_of: Callable[[str], Decoder]
+) -> None:
+    model = model_of(kind)
+    host = Host(model, 2, 40)
+    good, bad = tokens(20, seed=3), tokens(20, seed=4)
+    outputs = [host.step({0: good[:12], 1: bad[:12]})[0]]
+    slot = host.tables.slots[1]
+    for view in host.views:
+        if isinstance(view, KdaView):
+            view.state[slot] = torch.nan
+        elif view.index_key is not None:
+            page = host.tables.pages[1, 0]
+            view.index_key[page, 0] = torch.inf
+    for i in range(12, 20):
+        step = host.step({1: bad[i : i + 1], 0: good[i : i + 1]})
+        assert not step[1].isfinite().any()
+        outputs.append(step[0])
+    same(torch.cat(outputs), model.forward(good))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_come_only_for_the_rows_asked_for(kind: str, model_of: Callable[[str], Decoder]) -> None:
+    import dataclasses
+
+    model = model_of(kind)
+    ids = tokens(9)
+    want = model.forward(ids)
+    for rows in ([], [8], [0, 5]):
+        host = Host(model, 1, 9)
+        batch = dataclasses.replace(
+            host.tables.batch([0], [9], [0], ids), logit_rows=torch.tensor(rows, dtype=torch.int64)
+        )
+        got = model.step(batch, host.views)
+        assert got.shape == (len(rows), 61) and got.dtype == torch.float32
+        same(got, want[rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_without_rows_or_sequences_are_fine(kind: str, model_of: Callable[[str], Decoder]) -> None:
+    model = model_of(kind)
+    host = Host(model, 1, 8)
+    assert model.step(host.tables.batch([], [], []), host.views).shape == (0, 61)
+    assert host.step({0: []})[0].shape == (0, 61)
+    assert model.forward([]).shape == (0, 61)
+    ids = tokens(8)
+    same(host.feed(0, ids, 3), model.forward(ids))
