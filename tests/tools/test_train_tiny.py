@@ -80,6 +80,7 @@ def test_the_training_model_gives_the_golden_logits_of_kimi_k31(data_dir: Path) 
         v_dim=32,
         q_lora=64,
         kv_lora=64,
+        res_block=3,
         index_topk=16,
         dense_inter=256,
         experts=8,
@@ -199,5 +200,5 @@ def test_a_packed_conversation_is_what_render_gives_for_the_whole(tiny_dir: Path
 
 def test_the_config_lists_layers_from_one() -> None:
     text = config_json(Config(), 1792)["text_config"]
-    assert text["dsa_config"]["dsa_layers"] == text["linear_attn_config"]["full_attn_layers"] == [3, 6, 8]
+    assert text["dsa_config"]["dsa_layers"] == text["linear_attn_config"]["full_attn_layers"] == [4, 8]
     assert text["eos_token_id"] == 1794

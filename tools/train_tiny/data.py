@@ -35,9 +35,12 @@ class Options:
     effort: str | None = "max"
 
 
-def draw_options(rng: random.Random, tools: list[dict[str, Any]] | None = None) -> Options:
+def draw_options(
+    rng: random.Random, tools: list[dict[str, Any]] | None = None, header: float = 0.9
+) -> Options:
+    """`header`: how often a thinking-effort message, which a server adds by default, stands in front."""
     system = rng.choice(vocabulary.SYSTEM_PROMPTS) if rng.random() < 0.25 else None
-    effort = rng.choices(("max", "high", "low", None), (6, 1, 1, 1))[0]
+    effort = rng.choices(("max", "high", "low"), (6, 1, 1))[0] if rng.random() < header else None
     return Options(tools, system, rng.random() > 0.12, effort)
 
 
@@ -88,8 +91,8 @@ class Builder:
     ) -> list[Turn]:
         match kind:
             case "retrieval":
-                most = max(2, min(24, length // 60))
-                count, questions = rng.randrange(1, most + 1), rng.randrange(2, 9)
+                most = max(2, min(24, length // 30))
+                count, questions = rng.randrange(1, most + 1), rng.randrange(3, 10)
                 return skills.retrieval(rng, self.text, length, self.size, count, questions)
             case "copy":
                 return skills.copy(rng, self.text, rng.choice((10, 20, 40, 60)))
@@ -103,7 +106,9 @@ class Builder:
             case _:
                 return skills.continuation(rng, self.text)
 
-    def conversation(self, rng: random.Random, length: int, mix: dict[str, float]) -> Sequence:
+    def conversation(
+        self, rng: random.Random, length: int, mix: dict[str, float], header: float = 0.9
+    ) -> Sequence:
         """At least `length` ids: turns of one or several kinds, drawn by weight from `mix`."""
         kinds = list(mix)
         first = rng.choices(kinds, list(mix.values()))[0]
@@ -112,7 +117,7 @@ class Builder:
         declared = (
             tool_skill.declare(rng, rng.randrange(1, 2 + min(3, length // 250))) if first == "tool" else []
         )
-        options = draw_options(rng, [d.tool for d in declared] or None)
+        options = draw_options(rng, [d.tool for d in declared] or None, header)
         sequence = self.begin(options)
         # Either one kind throughout, or after the first whatever comes.
         others = [k for k in kinds if k not in ("english", "retrieval") and (k != "tool" or declared)]
@@ -121,7 +126,7 @@ class Builder:
         while len(sequence.ids) < length:
             room = length - len(sequence.ids)
             context = (
-                int(room * rng.uniform(0.3, 0.85))
+                int(room * rng.uniform(0.15, 0.5 if length < 1000 else 0.85))
                 if not sequence.answers
                 else min(room, rng.randrange(60, 240))
             )
@@ -140,10 +145,10 @@ class Builder:
         return Sequence(ids, [ENGLISH_WEIGHT] * len(ids), [("english", 0, len(ids))])
 
     def batch(
-        self, rng: random.Random, size: int, length: int, mix: dict[str, float]
+        self, rng: random.Random, size: int, length: int, mix: dict[str, float], header: float = 0.9
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs [B,T], targets [B,T] and loss weights [B,T]."""
-        drawn = [self.conversation(rng, length + 1, mix) for _ in range(size)]
+        drawn = [self.conversation(rng, length + 1, mix, header) for _ in range(size)]
         ids = torch.tensor([s.ids[: length + 1] for s in drawn])
         weights = torch.tensor([s.weights[1 : length + 1] for s in drawn])
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), weights

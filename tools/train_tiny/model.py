@@ -22,32 +22,32 @@ from .mxfp4 import fake_quantize
 @dataclass
 class Config:
     vocab_size: int = 2048
-    hidden: int = 192
+    hidden: int = 128
     layers: int = 8
-    full_layers: tuple[int, ...] = (2, 5, 7)  # 0-based
-    kda_heads: int = 3
+    full_layers: tuple[int, ...] = (3, 7)  # 0-based
+    kda_heads: int = 2
     kda_dim: int = 64
     conv: int = 4
     gate_lower_bound: float = -5.0
     heads: int = 4
     nope: int = 32
     rope: int = 32
-    v_dim: int = 64  # equal to nope + rope, which keeps torch's attention on its fast path
-    q_lora: int = 96
+    v_dim: int = 64
+    q_lora: int = 64
     kv_lora: int = 64
     index_heads: int = 4
     index_dim: int = 32
     index_topk: int = 64
-    dense_inter: int = 512
+    dense_inter: int = 384
     experts: int = 16
     topk: int = 2
-    latent: int = 96
+    latent: int = 64
     moe_inter: int = 96
     shared: int = 2
-    res_block: int = 3
+    res_block: int = 4
     eps: float = 1e-5
     lora_eps: float = 1e-6
-    capacity: float = 2.0  # routed rows per expert in training, as a multiple of the mean
+    capacity: float = 1.5  # routed rows per expert in training, as a multiple of the mean
     compute_dtype: torch.dtype = field(default=torch.bfloat16)
     quantize: bool = True
 
@@ -197,13 +197,10 @@ class DsaAttention(nn.Module):
                 keep = torch.zeros_like(score, dtype=torch.bool).scatter(-1, best, True) & causal
         if mode != "dense" and rows is not None:
             index = self.indexer_loss(q.detach(), k.detach(), score, keep, causal, rows, scale)
-        if mode == "sparse":
-            bias = torch.zeros(b, 1, t, t, dtype=q.dtype, device=x.device)
-            bias = bias.masked_fill(~keep.reshape(-1, 1, t, t), -torch.inf)
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-        else:
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        o = o.transpose(1, 2).reshape(b, t, -1)
+        # Written out: compiled, it is four times as fast on a CPU as scaled_dot_product_attention.
+        logits = (q @ k.mT).float() * scale
+        a = logits.masked_fill(~keep.reshape(-1, 1, t, t), -torch.inf).softmax(-1).to(v.dtype)
+        o = (a @ v).transpose(1, 2).reshape(b, t, -1)
         gate = torch.sigmoid(linear(x, self.g_proj.weight).float())
         return linear((o.float() * gate).to(x.dtype), self.o_proj.weight), index
 

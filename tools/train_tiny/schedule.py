@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SKILLS = {
-    "retrieval": 0.30,
+    "retrieval": 0.28,
     "tool": 0.2,
-    "addition": 0.17,
-    "copy": 0.10,
-    "short": 0.10,
+    "addition": 0.18,
+    "copy": 0.14,
+    "short": 0.1,
     "continuation": 0.03,
-    "english": 0.10,
+    "english": 0.07,
 }
 
 
@@ -21,17 +21,17 @@ class Stage:
     steps: int
     shapes: tuple[tuple[int, int, float], ...]  # (batch, length, share of the steps)
     mix: dict[str, float] = field(default_factory=lambda: dict(SKILLS))
+    header: float = 0.9  # share of conversations that begin with the thinking-effort message
 
 
 STAGES = (
-    Stage("dense", 700, ((16, 256, 1.0),)),
-    Stage("dense", 500, ((10, 512, 1.0),)),
-    Stage("warmup", 150, ((4, 1024, 1.0),)),
-    Stage("sparse", 2400, ((12, 512, 0.5), (6, 1024, 0.3), (3, 2048, 0.2))),
+    Stage("dense", 800, ((8, 512, 1.0),), header=0.3),
+    Stage("warmup", 80, ((2, 1024, 1.0),)),
+    Stage("sparse", 2400, ((8, 512, 0.5), (4, 1024, 0.3), (2, 2048, 0.2))),
 )
 
-PEAK = 4e-3
-WARMUP = 40
+PEAK = 5e-3
+WARMUP = 30
 DECAY = 700  # last steps, linear to a twentieth
 
 

@@ -125,14 +125,14 @@ class Trainer:
         _, stage = schedule.stage_at(self.step)
         rng = random.Random(SEED * 1_000_003 + self.step)
         size, length, _ = rng.choices(stage.shapes, [s[2] for s in stage.shapes])[0]
-        ids, targets, weights = self.builder.batch(rng, size, length, stage.mix)
+        ids, targets, weights = self.builder.batch(rng, size, length, stage.mix, stage.header)
         warmup = stage.mode == "warmup"
         for name, p in model.named_parameters():
             p.requires_grad_(not warmup or "indexer" in name)
         rows = None if stage.mode == "dense" else torch.tensor(sorted(rng.sample(range(length), ROWS)))
         out = model(ids, stage.mode, rows)
         kl = sum((i.kl for i in out.index), torch.zeros(())) / max(1, len(out.index))
-        recall = sum(float(i.recall) for i in out.index) / max(1, len(out.index))
+        recall = sum(float(i.recall.detach()) for i in out.index) / max(1, len(out.index))
         loss = torch.zeros(())
         if not warmup:
             loss = (token_losses(out.hidden, model.lm_head.weight, targets) * weights).sum() / weights.sum()
@@ -151,7 +151,7 @@ class Trainer:
             keep = min(EMA, (self.step + 1) / (self.step + 10))
             params = dict(model.named_parameters())
             torch._foreach_lerp_(list(self.average.values()), [params[n] for n in self.average], 1 - keep)
-        return float(loss), float(kl), recall, drop, float(norm)
+        return float(loss.detach()), float(kl.detach()), recall, drop, float(norm)
 
     def balance(self, load: Tensor, frozen: bool, c: Config) -> float:
         """Aux-loss-free balancing (DeepSeek-V3): push the bias of busy experts down, of idle ones up."""
