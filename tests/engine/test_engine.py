@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -99,37 +100,71 @@ def test_a_bias_towards_a_token_makes_it_the_answer(fake: FakeModel) -> None:
     )
 
 
+class Anything:
+    """A constraint that allows everything; the tests below take something away."""
+
+    last: int | None = None
+
+    def allowed(self) -> list[int] | None:
+        return None
+
+    def forbidden(self) -> list[int]:
+        return []
+
+    def push(self, token_id: int) -> None:
+        self.last = token_id
+
+
 def test_a_constraint_chooses_among_what_it_allows(fake: FakeModel) -> None:
-    class OnlyAfter:
-        """Anything first, then the three tokens after the last one."""
-
-        last: int | None = None
-
+    class OnlyAfter(Anything):
         def allowed(self) -> list[int] | None:
             return None if self.last is None else [(self.last + i) % 500 for i in (1, 2, 3)]
 
-        def push(self, token_id: int) -> None:
-            self.last = token_id
-
     request = make_request("a", PROMPT, make_constraint=OnlyAfter, n=2, temperature=1.0, max_tokens=15)
     for answer in run(make_engine(fake), request).values():
-        for before, after in zip(answer.token_ids, answer.token_ids[1:], strict=False):
+        assert len(answer.token_ids) == 15
+        for before, after in pairwise(answer.token_ids):
             assert (after - before) % 500 in (1, 2, 3)
+
+
+def test_a_constraint_keeps_out_what_it_forbids(fake: FakeModel, reply: list[int]) -> None:
+    class Without(Anything):
+        def forbidden(self) -> list[int]:
+            return reply
+
+    token_ids = run(make_engine(fake), make_request("a", PROMPT, make_constraint=Without))["a", 0].token_ids
+    assert len(token_ids) == 8
+    assert not set(token_ids) & set(reply)
 
 
 def test_a_constraint_that_leaves_only_the_end_overrules_min_tokens(
     config: ModelConfig, fake: FakeModel
 ) -> None:
-    class End:
+    class End(Anything):
         def allowed(self) -> list[int]:
             return list(config.eos_token_ids)
-
-        def push(self, token_id: int) -> None:
-            pass
 
     request = make_request("a", PROMPT, make_constraint=End, min_tokens=4, ignore_eos=False)
     answer = run(make_engine(fake), request)["a", 0]
     assert (answer.token_ids, answer.reason) == (list(config.eos_token_ids), "stop")
+
+
+def test_a_constraint_that_allows_nothing_or_raises_fails_its_own_request(fake: FakeModel) -> None:
+    class Nothing(Anything):
+        def allowed(self) -> list[int]:
+            return []
+
+    class Broken(Anything):
+        def allowed(self) -> list[int]:
+            raise KeyError("lost")
+
+    answers = run(
+        make_engine(fake),
+        make_request("nothing", PROMPT, make_constraint=Nothing),
+        make_request("broken", PROMPT, make_constraint=Broken),
+        make_request("good", PROMPT),
+    )
+    assert [answers[name, 0].reason for name in ("nothing", "broken", "good")] == ["error", "error", "length"]
 
 
 def test_choices_of_one_request_differ_and_each_ends_by_itself(fake: FakeModel) -> None:
@@ -249,11 +284,14 @@ def test_a_reader_that_raises_fails_its_own_request(fake: FakeModel) -> None:
             raise KeyError("lost")
 
         def finish(self, reason):
-            return [], reason
+            raise KeyError("lost")
 
-    answers = run(make_engine(fake), make_request("bad", PROMPT, Broken), make_request("good", PROMPT))
+    engine = make_engine(fake)
+    answers = run(engine, make_request("bad", PROMPT, Broken), make_request("good", PROMPT))
     assert answers["bad", 0].reason == "error"
     assert answers["good", 0].reason == "length"
+    engine.add(make_request("bad", PROMPT, Broken))
+    assert [output.finish.reason for output in engine.abort("bad") if output.finish] == ["abort"]
 
 
 def test_a_bad_request_is_refused_and_the_next_is_served(config: ModelConfig, fake: FakeModel) -> None:

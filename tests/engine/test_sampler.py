@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.serving import make_request
 from torch import Tensor
 
-from longspan.engine.sampler import Sampler, token_logprobs
+from longspan.engine.sampler import Sampled, Sampler, token_logprobs
 from longspan.engine.sequence import Sequence
 from longspan.ops.backend import TORCH
 
@@ -29,7 +29,8 @@ def sequence(
 
 
 def sample(logits: Tensor, *seqs: Sequence) -> list[int | None]:
-    return [s.token_id for s in Sampler(TORCH, (EOS,)).sample(logits, list(seqs))]
+    sampled = Sampler(TORCH, (EOS,)).sample(logits, list(seqs))
+    return [s.token_id if isinstance(s, Sampled) else None for s in sampled]
 
 
 def logits_for(rows: int = 1, seed: int = 0) -> Tensor:
@@ -199,8 +200,8 @@ def test_logprobs_are_of_the_unchanged_logits() -> None:
     logits = logits_for()
     seq = sequence(logit_bias={0: 90.0}, temperature=3.0, top_k=1, logprobs=2)
     (sampled,) = Sampler(TORCH, (EOS,)).sample(logits, [seq])
+    assert isinstance(sampled, Sampled) and sampled.logprobs is not None
     assert sampled.token_id == 0
-    assert sampled.logprobs is not None
     expected = torch.log_softmax(logits[0], -1)
     assert sampled.logprobs[0].logprob == pytest.approx(float(expected[0]))
     assert sampled.logprobs[0].rank == int((expected > expected[0]).sum()) + 1

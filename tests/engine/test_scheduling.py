@@ -12,6 +12,7 @@ from support.serving import Answers, finish, gather, make_engine, make_request, 
 
 from longspan.config import ModelConfig
 from longspan.engine.request import Request
+from longspan.engine.scheduler import PROMPT_LOGPROB_ROWS
 
 PROMPTS = [[5, 6, 7], [8] * 9, list(range(20, 37)), [1]]
 
@@ -121,6 +122,17 @@ def test_a_step_never_exceeds_its_budget(config: ModelConfig) -> None:
     fake = FakeModel(config)
     run(make_engine(fake, chunk=5), *[make_request(str(i), prompt) for i, prompt in enumerate(PROMPTS)])
     assert max(batch.num_tokens for batch in fake.batches) == 5
+
+
+def test_prompt_logprobs_never_hold_more_than_a_few_rows_of_the_vocabulary(config: ModelConfig) -> None:
+    fake = FakeModel(config)
+    requests = [
+        make_request(name, [i % 50 for i in range(300)], prompt_logprobs=0, max_tokens=2) for name in "ab"
+    ]
+    answers = run(make_engine(fake, num_pages=200), *requests)
+    assert max(len(batch.logit_rows) for batch in fake.batches) <= PROMPT_LOGPROB_ROWS + len(requests)
+    for request in requests:
+        assert len(answers[request.id, 0].prompt_logprobs or []) == 300
 
 
 def test_a_reused_slot_starts_from_nothing(config: ModelConfig) -> None:

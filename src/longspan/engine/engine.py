@@ -12,6 +12,7 @@ import torch
 
 from longspan.chat import Tokenizer
 from longspan.config import ModelConfig, load_config
+from longspan.engine.failures import non_finite, unexpected
 from longspan.engine.options import ELEMENT_BYTES, EngineOptions
 from longspan.engine.output import Finish, FinishReason, StepOutput, Times
 from longspan.engine.request import Request
@@ -19,7 +20,7 @@ from longspan.engine.runner import Model, Runner, SequenceLogits
 from longspan.engine.sampler import Sampled, Sampler, token_logprobs
 from longspan.engine.scheduler import PROMPT_LOGPROB_ROWS, Scheduler
 from longspan.engine.sequence import Sequence
-from longspan.errors import LongspanError, NonFiniteError, RequestError
+from longspan.errors import LongspanError, RequestError
 from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan, plan_memory
 from longspan.model.loader import load_model
@@ -120,7 +121,11 @@ class Engine:
         """Ends a request and frees its memory now. Does nothing, and returns [], if it has ended before."""
         outputs = []
         for seq in list(self._running.get(request_id, ())):
-            deltas, _ = seq.reader.finish("abort")
+            try:
+                deltas, _ = seq.reader.finish("abort")
+            except Exception:
+                logger.exception("the reader of an aborted request failed")
+                deltas = []
             outputs.append(StepOutput(request_id, seq.index, deltas, [], finish=self._end(seq, "abort")))
         return outputs
 
@@ -128,42 +133,43 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One step of the model for whatever is there; outputs of the choices that got a token or ended."""
         scheduled = self._scheduler.schedule()
+        if not scheduled:
+            return []
         try:
-            results = self._runner.run(scheduled) if scheduled else []
+            results = self._runner.run(scheduled)
             finite = [result for result in results if result.finite]
-            sampled = self._sample([result for result in finite if result.next_token is not None])
             for result in finite:
                 _collect_prompt_logprobs(result)
+            ready = [result for result in finite if result.next_token is not None]
+            sampled = self._sample(ready)
         except Exception as error:
             # Whatever was half done to these sequences, the others have not been touched.
             logger.exception("a step failed")
-            outputs = [self._fail(item.seq, _step_error(error)) for item in scheduled]
+            outputs = [self._fail(item.seq, unexpected(error)) for item in scheduled]
         else:
             broken = [result.seq for result in results if not result.finite]
-            outputs = [self._fail(seq, _non_finite_error()) for seq in broken]
-            outputs += [self._accept(seq, token) for seq, token in sampled]
+            outputs = [self._fail(seq, non_finite()) for seq in broken]
+            outputs += [self._accept(r.seq, token) for r, token in zip(ready, sampled, strict=True)]
         if not self.has_work:
             self.memory.check()
         return outputs
 
-    def _sample(self, results: list[SequenceLogits]) -> list[tuple[Sequence, Sampled]]:
-        if not results:
-            return []
-        seqs = [result.seq for result in results]
-        logits = torch.stack([result.next_token for result in results if result.next_token is not None])
-        return list(zip(seqs, self._sampler.sample(logits, seqs), strict=True))
+    def _sample(self, ready: list[SequenceLogits]) -> list[Sampled | LongspanError]:
+        rows = [result.next_token for result in ready if result.next_token is not None]
+        return self._sampler.sample(torch.stack(rows), [result.seq for result in ready]) if rows else []
 
-    def _accept(self, seq: Sequence, sampled: Sampled) -> StepOutput:
-        """Adds a token to a choice; the request alone fails if its reader or constraint does."""
-        if sampled.token_id is None:
-            return self._fail(seq, _nothing_left_error())
+    def _accept(self, seq: Sequence, sampled: Sampled | LongspanError) -> StepOutput:
+        """Adds a token to a choice, which alone fails if none could be chosen or its reader fails."""
+        if isinstance(sampled, LongspanError):
+            return self._fail(seq, sampled)
         try:
-            return self._push(seq, sampled.token_id, sampled)
+            return self._push(seq, sampled)
         except Exception as error:
             logger.exception("reading a token failed")
-            return self._fail(seq, _step_error(error))
+            return self._fail(seq, unexpected(error))
 
-    def _push(self, seq: Sequence, token_id: int, sampled: Sampled) -> StepOutput:
+    def _push(self, seq: Sequence, sampled: Sampled) -> StepOutput:
+        token_id = sampled.token_id
         params, reader = seq.params, seq.reader
         is_first = seq.num_output_tokens == 0
         seq.append(token_id)
@@ -246,27 +252,3 @@ def _collect_prompt_logprobs(result: SequenceLogits) -> None:
     start = len(seq.prompt_logprobs)
     targets = seq.tokens[start : start + len(result.prompt)]
     seq.prompt_logprobs += token_logprobs(result.prompt, targets, seq.params.prompt_logprobs or 0)
-
-
-def _step_error(error: Exception) -> LongspanError:
-    if isinstance(error, LongspanError):
-        return error
-    return LongspanError(
-        f"The engine failed while it worked on this request: {type(error).__name__}: {error}.",
-        remedy="Its log says where; other requests go on.",
-    )
-
-
-def _non_finite_error() -> NonFiniteError:
-    return NonFiniteError(
-        "The model computed NaN or infinity for this request, so there is no answer to give.",
-        remedy="If it happens again, check the weights with `longspan inspect` or try --dtype float32.",
-    )
-
-
-def _nothing_left_error() -> RequestError:
-    return RequestError(
-        "Every token is banned, so none can be chosen.",
-        param="logit_bias",
-        remedy="Leave some token, or the end of the text, without a bias of -100.",
-    )

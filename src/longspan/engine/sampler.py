@@ -6,17 +6,22 @@ The arithmetic is in `ops/sampling.py`; here is which row gets what. Rows never 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from longspan.engine.failures import nothing_left, unexpected
 from longspan.engine.output import Logprob, TokenLogprobs
 from longspan.engine.sequence import Sequence
+from longspan.errors import LongspanError
 from longspan.ops.backend import Operators
 from longspan.ops.sampling import TokenCounts, uniform
 from longspan.ops.top_k import top_k_indices
+
+logger = logging.getLogger(__name__)
 
 BAN = -100
 """A logit_bias of this bans a token, whatever its logit and the temperature."""
@@ -24,10 +29,16 @@ BAN = -100
 
 @dataclass(frozen=True)
 class Sampled:
-    """`token_id` None: everything was banned, nothing can be chosen."""
-
-    token_id: int | None
+    token_id: int
     logprobs: TokenLogprobs | None  # None if not asked for
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """What a constraint says about the next token."""
+
+    allowed: Rows[int] | None = None  # None: all but `forbidden`
+    forbidden: Rows[int] = ()
 
 
 class Sampler:
@@ -35,41 +46,53 @@ class Sampler:
         self._ops = ops
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled]:
-        """logits [R, vocab] float32, finite, row r belongs to seqs[r]; not changed."""
-        edited = self._edit(logits, seqs)
+    def sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled | LongspanError]:
+        """logits [R, vocab] float32, finite, row r belongs to seqs[r]; not changed.
+
+        A row gives an error if its constraint raised or nothing is left to choose from.
+        """
+        limits = [_limits(seq) for seq in seqs]
+        edited = self._edit(logits, seqs, limits)
         chosen = self._choose(edited, seqs)
         possible = edited.gather(1, torch.tensor(chosen)[:, None])[:, 0].isfinite().tolist()
-        results = []
-        for row, (seq, token_id) in enumerate(zip(seqs, chosen, strict=True)):
+        results: list[Sampled | LongspanError] = []
+        for row, (seq, limit, token_id) in enumerate(zip(seqs, limits, chosen, strict=True)):
             wanted = seq.params.logprobs
-            logprobs = (
-                None if wanted is None else token_logprobs(logits[row : row + 1], [token_id], wanted)[0]
-            )
-            results.append(Sampled(token_id if possible[row] else None, logprobs))
+            if isinstance(limit, LongspanError):
+                results.append(limit)
+            elif not possible[row]:
+                results.append(nothing_left())
+            elif wanted is None:
+                results.append(Sampled(token_id, None))
+            else:
+                results.append(
+                    Sampled(token_id, token_logprobs(logits[row : row + 1], [token_id], wanted)[0])
+                )
         return results
 
-    def _edit(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
-        constraints = [seq.constraint.allowed() if seq.constraint else None for seq in seqs]
+    def _edit(self, logits: Tensor, seqs: list[Sequence], limits: list[_Limits | LongspanError]) -> Tensor:
         if not any(map(_is_edited, seqs)):
             return logits
         edited = logits.clone()
-        for row, (seq, allowed) in enumerate(zip(seqs, constraints, strict=True)):
+        for row, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
             params = seq.params
             if params.logit_bias:
                 bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
                 edited[row, list(params.logit_bias)] += torch.where(bias <= BAN, -torch.inf, bias)
             # A constraint that leaves only the end knows better than min_tokens.
-            if seq.num_output_tokens < params.min_tokens and allowed is None:
+            free = isinstance(limit, _Limits) and limit.allowed is None
+            if free and seq.num_output_tokens < params.min_tokens:
                 edited[row, [*self._eos_token_ids, *(params.stop_token_ids or ())]] = -torch.inf
         edited = self._penalise(edited, seqs)
-        for row, allowed in enumerate(constraints):
-            if allowed is not None:
+        for row, limit in enumerate(limits):
+            if isinstance(limit, LongspanError):
+                continue
+            if limit.allowed is not None:
                 kept = torch.full_like(edited[row], -torch.inf)
-                kept[list(allowed)] = edited[row, list(allowed)]
+                kept[list(limit.allowed)] = edited[row, list(limit.allowed)]
                 edited[row] = kept
-            elif (constraint := seqs[row].constraint) is not None:
-                edited[row, list(constraint.forbidden())] = -torch.inf
+            elif limit.forbidden:
+                edited[row, list(limit.forbidden)] = -torch.inf
         return edited
 
     def _penalise(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -108,6 +131,17 @@ class Sampler:
             numbers = [uniform(seqs[row].stream, seqs[row].num_output_tokens) for row in drawn]
             tokens[drawn] = self._ops.choose(rows, torch.tensor(numbers, dtype=torch.float64))
         return tokens.tolist()
+
+
+def _limits(seq: Sequence) -> _Limits | LongspanError:
+    if seq.constraint is None:
+        return _Limits()
+    try:
+        allowed = seq.constraint.allowed()
+        return _Limits(allowed, seq.constraint.forbidden() if allowed is None else ())
+    except Exception as error:
+        logger.exception("a constraint failed")
+        return unexpected(error)
 
 
 def _is_edited(seq: Sequence) -> bool:
