@@ -108,9 +108,10 @@ def test_ragged_steps_over_poisoned_slots_equal_the_slow_twin(
     done = [0] * len(lengths)
     outputs: list[list[Tensor]] = [[torch.empty(0, P)] for _ in lengths]
     while done != lengths:
-        take = [data.draw(st.integers(0, min(n - d, 20))) for n, d in zip(lengths, done, strict=True)]
-        if not any(take):
-            take = [min(1, n - d) for n, d in zip(lengths, done, strict=True)]
+        sizes = data.draw(st.lists(st.integers(0, 20), min_size=len(lengths), max_size=len(lengths)))
+        if not any(sizes):
+            sizes = [20] * len(lengths)
+        take = [min(size, n - d) for size, n, d in zip(sizes, lengths, done, strict=True)]
         inputs = [
             torch.cat([r[i][d : d + t] for r, d, t in zip(rows, done, take, strict=True)]) for i in range(4)
         ]

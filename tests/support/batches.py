@@ -32,7 +32,7 @@ class Tables:
         contexts: Sequence[int],
         token_ids: Sequence[int] | None = None,
     ) -> StepBatch:
-        """`lengths[i]` new rows of sequence `seqs[i]`, of which `contexts[i]` tokens are in memory; all logits."""
+        """`lengths[i]` new rows of `seqs[i]`, of which `contexts[i]` tokens are in memory; all logits."""
         total = sum(lengths)
         slots = [
             int(self.pages[s, p // self.page_size]) * self.page_size + p % self.page_size
