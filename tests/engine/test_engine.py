@@ -255,6 +255,24 @@ def test_non_finite_logits_end_one_request_and_no_other(config: ModelConfig, val
     assert run(engine, later)["later", 0].token_ids == expected["9", 0].token_ids
 
 
+def test_no_nan_stays_in_memory_after_a_failure(fake: FakeModel) -> None:
+    engine = make_engine(fake, poison=False)
+    tensors = [
+        tensor for view in engine.memory.views for tensor in vars(view).values() if isinstance(tensor, Tensor)
+    ]
+    for tensor in tensors:
+        tensor.zero_()
+    engine.add(make_request("a", PROMPT))
+    engine.step()
+    (batch,) = fake.batches
+    for tensor in tensors:
+        tensor[batch.block_tables[0] if tensor.shape[0] == engine.memory.num_pages else batch.state_slots] = (
+            torch.nan
+        )
+    assert finish(engine)["a", 0].reason == "error"
+    assert all(tensor.isfinite().all() for tensor in tensors)
+
+
 def test_a_step_that_raises_fails_whom_it_served_and_the_engine_goes_on(config: ModelConfig) -> None:
     fake = FakeModel(config)
     engine = make_engine(fake, num_slots=2)

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from support.random_checkpoint import write_checkpoint
 from support.serving import Answer, Answers, finish, gather, make_engine, make_request, run
 
 from longspan.engine.request import Request
 from longspan.model.decoder import Decoder
+from longspan.model.loader import load_model
 
 TOLERANCE = 1e-4
 CHUNK = 8
@@ -99,6 +102,16 @@ def test_batch_mates_that_come_and_go(decoder: Decoder, lone: Lone) -> None:
 
 def test_preemption_by_a_small_pool(decoder: Decoder, lone: Lone) -> None:
     engine = make_engine(decoder, num_pages=16, chunk=12)
+    answers = run(engine, *REQUESTS)
+    assert engine.stats.num_preemptions > 0
+    assert_parity(answers, lone)
+
+
+@pytest.mark.parametrize("family", ["kimi-linear", "k3"])
+def test_the_rest_of_the_family(tmp_path: Path, family: str) -> None:
+    model = load_model(write_checkpoint(tmp_path, family), dtype="float32")
+    lone = {request.id: run(make_engine(model), request)[request.id, 0] for request in REQUESTS}
+    engine = make_engine(model, num_pages=16, chunk=5)
     answers = run(engine, *REQUESTS)
     assert engine.stats.num_preemptions > 0
     assert_parity(answers, lone)

@@ -57,9 +57,9 @@ class Scheduler:
     def schedule(self) -> list[Scheduled]:
         """The work of one step. Empty only if there is none."""
         step = _Step(self._max_num_batched_tokens)
-        # Copies, because preemption takes from `running`.
+        # Oldest first, so who is preempted for a page has not been scheduled yet.
         for seq in [seq for seq in self.running if seq.num_uncomputed == 1]:
-            if step.tokens_left and self._find_page(seq, step):
+            if step.tokens_left and self._find_page(seq):
                 step.add(seq)
         for seq in [seq for seq in self.running if seq.num_uncomputed > 1]:
             step.add(seq)
@@ -67,12 +67,10 @@ class Scheduler:
             step.add(self.waiting.popleft())
         return step.scheduled
 
-    def _find_page(self, seq: Sequence, step: _Step) -> bool:
-        """Makes room for the next token of `seq`; False if that cost `seq` its own memory."""
+    def _find_page(self, seq: Sequence) -> bool:
+        """Makes room for the next token of `seq`; False if it has no memory any more."""
         while seq.memory and not self._memory.grow(seq.memory, len(seq.tokens)):
-            newest = self.running[-1]
-            self._preempt(newest)
-            step.drop(newest)
+            self._preempt(self.running[-1])
         return seq.memory is not None
 
     def _admit(self, seq: Sequence) -> bool:
@@ -115,9 +113,3 @@ class _Step:
         if count:
             self.scheduled.append(Scheduled(seq, count))
             self.tokens_left -= count
-
-    def drop(self, seq: Sequence) -> None:
-        for item in self.scheduled:
-            if item.seq is seq:
-                self.tokens_left += item.num_tokens
-        self.scheduled = [item for item in self.scheduled if item.seq is not seq]
