@@ -58,7 +58,7 @@ class Hold:
         self._free.set()
 
 
-@pytest.mark.parametrize("own_server", [dict(api_key="s3cret")], indirect=True)
+@pytest.mark.parametrize("own_server", [{"api_key": "s3cret"}], indirect=True)
 def test_a_key_opens_everything_and_probes_need_none(own_server: Running) -> None:
     for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
         for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
@@ -79,7 +79,7 @@ def test_models_say_their_length(server: Running) -> None:
     assert server.get("/v1/models/gpt-4").status_code == 404
 
 
-@pytest.mark.parametrize("own_server", [dict(max_body_bytes=1000)], indirect=True)
+@pytest.mark.parametrize("own_server", [{"max_body_bytes": 1000}], indirect=True)
 def test_a_large_body_is_refused_declared_or_not(own_server: Running) -> None:
     body = {"prompt": "x" * 1000}
     declared = own_server.post(TEXT, body)
@@ -91,7 +91,7 @@ def test_a_large_body_is_refused_declared_or_not(own_server: Running) -> None:
     assert own_server.post(TEXT, {"prompt": "x"}).status_code == 200
 
 
-@pytest.mark.parametrize("own_server", [dict(max_queue=2, num_slots=1)], indirect=True)
+@pytest.mark.parametrize("own_server", [{"max_queue": 2, "num_slots": 1}], indirect=True)
 def test_a_full_queue_is_429_and_empties_again(own_server: Running) -> None:
     own_server.say("Fine.")
     hold = Hold(own_server.model)
@@ -130,7 +130,8 @@ def drop(server: Running, path: str, body: dict[str, Any], delay: float) -> None
     host, port = server.url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
         time.sleep(delay)
 
@@ -244,7 +245,7 @@ def test_metrics_show_what_runs_and_waits(own_server: Running) -> None:
         assert answer.result().status_code == 200
 
 
-@pytest.mark.parametrize("own_server", [dict(drain_seconds=30)], indirect=True)
+@pytest.mark.parametrize("own_server", [{"drain_seconds": 30}], indirect=True)
 def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(own_server: Running) -> None:
     own_server.say("Fine.")
     hold = Hold(own_server.model)
@@ -259,7 +260,7 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(own_server: Ru
         assert running.result().json()["choices"][0]["text"] == "Fine."
 
 
-@pytest.mark.parametrize("own_server", [dict(drain_seconds=0.2)], indirect=True)
+@pytest.mark.parametrize("own_server", [{"drain_seconds": 0.2}], indirect=True)
 def test_what_is_not_done_in_time_is_told_so(own_server: Running) -> None:
     own_server.say("word ", repeat=4000)
     own_server.model.before_step = lambda: time.sleep(0.005)

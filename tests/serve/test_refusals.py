@@ -1,4 +1,4 @@
-"""Bad input: refused by name with what would have been accepted, in OpenAI's shape; everyone else is served on."""
+"""Bad input is refused by name, with what would have been accepted; everyone else is served on."""
 
 from __future__ import annotations
 

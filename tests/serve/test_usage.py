@@ -11,7 +11,8 @@ THINK_END = "<|close|>think<|sep|><|open|>response<|sep|>"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 CALL = (
     f"Hm.{THINK_END}<|close|>response<|sep|><|open|>tools<|sep|>"
-    '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="k" type="string"<|sep|>v<|close|>argument<|sep|>'
+    '<|open|>call tool="f" index="1"<|sep|>'
+    '<|open|>argument key="k" type="string"<|sep|>v<|close|>argument<|sep|>'
     "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
 )
 
