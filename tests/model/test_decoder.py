@@ -174,7 +174,7 @@ def test_bfloat16_stays_near_float32_when_choices_are_the_same(
     got = low.forward(tokens(50))
     assert got.dtype == torch.float32
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
-    assert 1e-4 < error < 0.06
+    assert 1e-4 < error < 0.12
 
 
 @pytest.mark.parametrize("family", ["kimi-linear", "k3", "k3.1"])

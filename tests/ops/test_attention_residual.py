@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,16 @@ def test_without_scores_the_mix_is_the_mean() -> None:
     s = torch.randn(4, 3, 8)
     got = attention_residual(list(s), torch.zeros(8), torch.ones(8), EPS)
     torch.testing.assert_close(got, rms_norm(s.mean(0), torch.ones(8), EPS))
+
+
+@pytest.mark.parametrize("tokens", [255, 256, 257])
+def test_rows_do_not_depend_on_the_block_they_fall_in(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    s, score = torch.randn(3, tokens, 8), torch.randn(8)
+    whole = attention_residual(list(s), score, torch.ones(8), EPS)
+    for row in (0, tokens - 1):
+        lone = attention_residual(list(s[:, row : row + 1]), score, torch.ones(8), EPS)
+        torch.testing.assert_close(whole[row], lone[0])
 
 
 def test_one_source_is_its_own_mix() -> None:

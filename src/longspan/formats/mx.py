@@ -6,6 +6,7 @@ Groups are 32 consecutive columns of the last axis; each value is `element * 2**
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -25,7 +26,21 @@ _E2M1 = torch.tensor([*E2M1_MAGNITUDES, *(-m for m in E2M1_MAGNITUDES)], dtype=t
 # Row b holds the two values of byte b: the low nibble is the even column.
 _E2M1_PAIRS = torch.stack([_E2M1.repeat(16), _E2M1.repeat_interleave(16)], dim=-1)
 _E8M0 = torch.tensor([2.0 ** (e - E8M0_BIAS) for e in range(E8M0_NAN)] + [float("nan")], dtype=torch.float64)
-_EXACT_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+# Exact dtypes, and a dtype twice as wide: one gather of a wide word fetches both values of a byte.
+_WORDS = {torch.bfloat16: torch.int32, torch.float32: torch.int64, torch.float64: torch.complex128}
+_EXACT_DTYPES = tuple(_WORDS)
+
+
+@cache
+def _pair_words(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256] words, each the two values of one byte in `dtype`."""
+    return _E2M1_PAIRS.to(device, dtype).view(_WORDS[dtype]).view(256)
+
+
+@cache
+def _scale_values(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[256] the multiplier of each E8M0 byte in `dtype`; the last is NaN."""
+    return _E8M0.to(device, dtype)
 
 
 def _midpoints() -> Tensor:
@@ -99,14 +114,14 @@ def encode_e8m0(amax: Tensor, element_max_exponent: int = 0) -> Tensor:
 
 def decode_e8m0(scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """[...] uint8 -> [...] 2**(e - 127), exact. CheckpointError if a byte is 255 (NaN)."""
-    bad = (scale == E8M0_NAN).sum().item()
-    if bad:
-        first = torch.nonzero(scale == E8M0_NAN)[0].tolist()
+    if scale.numel() and int(scale.max()) == E8M0_NAN:
+        bad = torch.nonzero(scale == E8M0_NAN)
         raise CheckpointError(
-            f"{bad} of {scale.numel()} MX scale bytes are 255 (NaN), the first at {first}; 0..254 are legal.",
+            f"{len(bad)} of {scale.numel()} MX scale bytes are 255 (NaN), the first at {bad[0].tolist()}; "
+            "0..254 are legal.",
             remedy="The file is corrupt: download it again.",
         )
-    return _E8M0.to(scale.device, dtype)[scale.int()]
+    return _scale_values(dtype, scale.device).index_select(0, scale.flatten().int()).view(scale.shape)
 
 
 def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,8 +136,8 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.f
     Raises CheckpointError on shapes or dtypes that do not fit, scale 255, values out of the range of `dtype`.
     """
     _check_pair(packed, scale, packed_columns=GROUP // 2, dtype=dtype)
-    values = _E2M1_PAIRS.to(packed.device, dtype)[packed.int()].flatten(-2)
-    return _apply_scale(values, scale, dtype)
+    words = _pair_words(dtype, packed.device).index_select(0, packed.flatten().int())
+    return _apply_scale(words.view(dtype).view(*packed.shape[:-1], 2 * packed.shape[-1]), scale, dtype)
 
 
 def quantize_mxfp8(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from longspan.ops.norm import rms_norm
 
+ROW_BLOCK = 256  # tokens whose sources are widened at once
+
 
 def attention_residual(
     sources: Sequence[Tensor], score_weight: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
     """sources [T, d] each, the prefix last; score_weight [d] float32 = n * w -> normalised mix [T, d]."""
-    scores = []
-    for source in sources:
-        wide = source.float()
-        scores.append((wide @ score_weight) * torch.rsqrt(wide.square().mean(-1) + eps))
-    weights = torch.softmax(torch.stack(scores, dim=-1), dim=-1)
-    mix = torch.zeros(sources[-1].shape)
-    for j, source in enumerate(sources):
-        mix += weights[:, j, None] * source.float()
-    return rms_norm(mix.to(sources[-1].dtype), norm_weight, eps)
+    out = torch.empty_like(sources[-1])
+    for begin in range(0, out.shape[0], ROW_BLOCK):
+        rows = slice(begin, begin + ROW_BLOCK)
+        wide = torch.stack([source[rows] for source in sources]).float()
+        scores = (wide @ score_weight) * torch.rsqrt(wide.square().mean(-1) + eps)
+        out[rows] = (torch.softmax(scores, dim=0)[..., None] * wide).sum(0).to(out.dtype)
+    return rms_norm(out, norm_weight, eps)
