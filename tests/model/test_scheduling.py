@@ -18,8 +18,11 @@ from support.random_checkpoint import TOP_K
 from torch import Tensor
 
 import longspan
-from longspan.model.decoder import Decoder
+from longspan.model.decoder import FORWARD_PAGE_SIZE, Decoder
 from longspan.ops.batch import KdaView, MlaView
+from longspan.ops.indexer import INDEX_QUERY_BLOCK
+from longspan.ops.kda import CHUNK, RECURRENT_MAX_TOKENS, SEGMENT, TILE
+from longspan.ops.sparse_attention import DENSE_QUERY_BLOCK
 
 KINDS = ["kimi-linear", "k3", "k3-plain-experts", "k3.1"]
 TOLERANCE = 1e-4
@@ -80,6 +83,38 @@ def record(model: Decoder, run) -> tuple[Tensor, dict[int, Tensor]]:
 
     logits = run(observe)
     return logits, {layer: torch.cat(p) for layer, p in parts.items()}
+
+
+SWITCHES = [
+    RECURRENT_MAX_TOKENS,
+    TILE,
+    CHUNK,
+    DENSE_QUERY_BLOCK,
+    INDEX_QUERY_BLOCK,
+    FORWARD_PAGE_SIZE,
+    SEGMENT,
+]
+
+
+@pytest.mark.parametrize("kind", ["k3", "k3.1"])
+@pytest.mark.parametrize("size", sorted({n + d for n in SWITCHES for d in (-1, 0, 1)}))
+def test_a_prompt_on_either_side_of_every_size_switch_equals_small_chunks(
+    kind: str, size: int, model_of: Callable[[str], Decoder]
+) -> None:
+    ids = tokens(size)
+    same(Host(model_of(kind), 1, size, page_size=16).feed(0, ids, 41), model_of(kind).forward(ids))
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_the_number_of_threads_changes_nothing(threads: int, model_of: Callable[[str], Decoder]) -> None:
+    ids = tokens(70)
+    want = model_of("k3.1").forward(ids)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        same(model_of("k3.1").forward(ids), want)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -108,8 +108,10 @@ def mla_prologue(
         linear(x, indexer.key), indexer.key_norm_weight, indexer.key_norm_bias, indexer.key_norm_eps
     )
     write_rows(view.index_key, slot_mapping, key)
-    from_hidden = q_latent is None or indexer.query.shape[1] != q_latent.shape[1]
-    index_query = linear(x if from_hidden else q_latent, indexer.query)
+    source = x
+    if q_latent is not None and q_latent.shape[1] == indexer.query.shape[1]:
+        source = q_latent
+    index_query = linear(source, indexer.query)
     index_weight = linear(x.float(), indexer.head_weight.float()) * indexer.head_weight.shape[0] ** -0.5
     return MlaQueries(query, index_query.unflatten(1, (-1, key.shape[1])), index_weight)
 
