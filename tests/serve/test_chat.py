@@ -289,3 +289,32 @@ def test_logprobs_cover_every_token_streamed_or_not(server: Running) -> None:
     )
     streamed = [e for c in stream for ch in c.choices if ch.logprobs for e in ch.logprobs.content or ()]
     assert [entry.model_dump() for entry in streamed] == [entry.model_dump() for entry in entries]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        "한국어 👩‍👩‍👧 ok".encode(),
+        b"good \x80 still good",
+        b"\xed\x95\x9c\xed\x95 \xf0\x9f ends inside \xf0\x9f\x91",
+    ],
+)
+def test_characters_broken_across_tokens_come_out_as_a_full_decode_would(server: Running, raw: bytes) -> None:
+    """One token per byte: the worst that a model can do."""
+    tokenizer = server.engine.tokenizer
+    by_byte = {tokenizer.token_bytes(i): i for i in range(tokenizer.n_base)}
+    script = server.model.script
+    ids = [by_byte[raw[i : i + 1]] for i in range(len(raw))]
+    script.say_ids([*script.encode(THINK_END), *ids])
+    expected = raw.decode(errors="replace")
+    assert whole(server).choices[0].message.content == expected
+    assert joined(server)[0]["content"] == expected
+
+
+def test_long_and_many_calls_are_not_cut(server: Running) -> None:
+    value = "word " * 600
+    calls = [call("stock", i, ("sku", "string", f"{value}{i}")) for i in range(1, 4)]
+    server.say(with_calls(*calls))
+    found = joined(server, tools=TOOLS)[0]["calls"]
+    assert [json.loads(found[i]["arguments"])["sku"] for i in range(3)] == [f"{value}{i}" for i in (1, 2, 3)]
+    assert len({entry["id"] for entry in found.values()}) == 3

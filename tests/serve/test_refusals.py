@@ -69,6 +69,7 @@ def still_serves(server: Running):
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not permitted"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "user"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
         ({"reasoning_effort": "medium"}, "reasoning_effort", "low, high, max or none"),
         ({"chat_template_kwargs": {"think": True}}, "chat_template_kwargs.think", "enable_thinking"),
@@ -201,10 +202,50 @@ def test_fields_that_change_nothing_are_accepted(server: Running, harmless: dict
     assert server.post(CHAT, {"messages": USER} | harmless).status_code == 200
 
 
-def test_a_body_that_is_no_json_object_is_refused(server: Running) -> None:
-    headers = {"Content-Type": "application/json"}
-    for content in ('{"messages": [', "[1]", '"text"', "null", ""):
-        error(httpx.post(server.url + CHAT, content=content, headers=headers))
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"messages": [',
+        "[1]",
+        '"text"',
+        "null",
+        "",
+        "[" * 100_000,
+        b"\xff\xfe\x00",
+        f'{{"prompt": "x", "seed": {"9" * 5000}}}',
+        '{"prompt": "x", "logit_bias": {"\u00b2": 1}}',
+        '{"prompt": [1, "a"]}',
+        '{"\\ud800": 1}',
+    ],
+)
+def test_a_body_that_cannot_be_read_is_refused(server: Running, content: str | bytes) -> None:
+    error(httpx.post(server.url + TEXT, content=content))
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_json_is_read_whatever_its_header_says(server: Running, kind: str | None) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    answer = httpx.post(server.url + TEXT, content='{"prompt": "x"}', headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+def test_a_lone_surrogate_is_text_like_any_other(server: Running, stream: str) -> None:
+    content = f'{{"prompt": "a\\ud800", "echo": true, "request_id": "\\udfff", "stream": {stream}}}'
+    answer = httpx.post(server.url + TEXT, content=content)
+    assert answer.status_code == 200 and "a\ufffd" in answer.text
+
+
+def test_more_choices_than_the_server_ever_takes_are_refused_and_not_queued(server: Running) -> None:
+    assert "260 at a time" in error(server.post(TEXT, {"prompt": [[1]] * 261}))["message"]
+
+
+def test_deep_json_in_a_tool_is_rendered_or_refused(server: Running) -> None:
+    for depth in (200, 900, 980, 5000):
+        parameters = '{"a":' * depth + "1" + "}" * depth
+        tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {parameters}}}}}'
+        content = f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}], "max_tokens": 1}}'
+        assert httpx.post(server.url + CHAT, content=content).status_code in (200, 400)
 
 
 def test_an_unknown_model_is_not_found_and_the_served_ones_are_named(server: Running) -> None:

@@ -81,7 +81,10 @@ class Reciter:
 
     def say(self, xtml: str, *, repeat: int = 1) -> int:
         """From now on answers with this markup, `repeat` times over. Returns its number of tokens."""
-        self._reply = self.encode(xtml) * repeat
+        return self.say_ids(self.encode(xtml) * repeat)
+
+    def say_ids(self, ids: Sequence[int]) -> int:
+        self._reply = list(ids)
         return len(self._reply)
 
     def encode(self, xtml: str) -> list[int]:

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from longspan import __version__
@@ -19,8 +18,16 @@ from longspan.serve.completions import complete_text, prepare_completion, stream
 from longspan.serve.delivery import EventStream, unless_disconnected
 from longspan.serve.failures import error_object, install_handlers
 from longspan.serve.gate import Gate
+from longspan.serve.json_text import JsonResponse
 from longspan.serve.prompts import chat_prompt
-from longspan.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from longspan.serve.protocol import (
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_body,
+)
 from longspan.serve.service import Service
 
 
@@ -47,49 +54,66 @@ def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
     # Rendering and encoding a long chat takes seconds, so a thread does it: the event loop never waits.
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(await request.body(), ChatRequest)
+
         async def answer() -> Response:
             call = await asyncio.to_thread(prepare_chat, service, body)
             if body.stream:
                 return await EventStream.open(stream_chat(service, call))
-            return JSONResponse(await complete_chat(service, call))
+            return JsonResponse(await complete_chat(service, call))
 
         return await unless_disconnected(request.receive, answer())
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        body = parse_body(await request.body(), CompletionRequest)
+
         async def answer() -> Response:
             call = await asyncio.to_thread(prepare_completion, service, body)
             if body.stream:
                 return await EventStream.open(stream_completion(service, call))
-            return JSONResponse(await complete_text(service, call))
+            return JsonResponse(await complete_text(service, call))
 
         return await unless_disconnected(request.receive, answer())
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        body = parse_body(await request.body(), TokenizeRequest)
         service.model_name(body.model)
-        if body.messages is not None and body.prompt is None:
-            tokens = (await asyncio.to_thread(chat_prompt, service.tokenizer, body)).token_ids
-        elif body.prompt is not None and body.messages is None:
-            tokens = await asyncio.to_thread(service.tokenizer.encode, body.prompt)
-        else:
-            raise RequestError("Exactly one of `prompt` and `messages` is expected.", param="prompt")
+        tokens = await asyncio.to_thread(_tokens, service, body)
         strings = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
-        return {
-            "count": len(tokens),
-            "max_model_len": service.engine.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
+        return JsonResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": service.engine.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            }
+        )
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = parse_body(await request.body(), DetokenizeRequest)
         service.model_name(body.model)
-        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
+        return JsonResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)})
+
+
+def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None and body.prompt is None:
+        return chat_prompt(service.tokenizer, body).token_ids
+    if body.prompt is not None and body.messages is None:
+        return service.tokenizer.encode(body.prompt)
+    raise RequestError("Exactly one of `prompt` and `messages` is expected.", param="prompt")
+
+
+def _takes(kind: type[Body]) -> dict[str, Any]:
+    """The body of a route for /openapi.json: it is parsed by us, so FastAPI doesn't know it."""
+    content = {"application/json": {"schema": kind.model_json_schema()}}
+    return {"requestBody": {"content": content, "required": True}}
 
 
 def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], bool]) -> None:
@@ -113,7 +137,7 @@ def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], boo
     async def health() -> Response:
         if draining() or not service.engine.healthy:
             what = "the server is shutting down" if draining() else "the engine has died"
-            return JSONResponse(error_object(503, f"Not serving: {what}."), 503)
+            return JsonResponse(error_object(503, f"Not serving: {what}."), 503)
         return Response(status_code=200)
 
     @app.get("/metrics")

@@ -79,7 +79,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
         ),
         make_constraint=_constraint(service, prompt),
     )
-    service.check(request)
+    service.check([request])
     return ChatCall(body, request, prompt, int(time.time()), model)
 
 

@@ -61,6 +61,7 @@ def prepare_completion(service: Service, body: CompletionRequest) -> CompletionC
     requests = [
         _request(service, f"{call_id}-{i}", token_ids, sampling) for i, token_ids in enumerate(prompts)
     ]
+    service.check(requests)
     echoes = [service.tokenizer.decode(token_ids) if body.echo else "" for token_ids in prompts]
     return CompletionCall(body, body.request_id or call_id, requests, echoes, int(time.time()), model)
 
@@ -70,9 +71,7 @@ def _request(service: Service, request_id: str, token_ids: list[int], sampling: 
     # What nobody asked for can't be too much.
     given: dict[str, Any] = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | sampling
     params = SamplingParams(**given)
-    request = Request(request_id, token_ids, params, lambda: TextReader(service.tokenizer, params))
-    service.check(request)
-    return request
+    return Request(request_id, token_ids, params, lambda: TextReader(service.tokenizer, params))
 
 
 def _token_ids(service: Service, body: CompletionRequest) -> list[list[int]]:

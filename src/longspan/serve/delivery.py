@@ -7,7 +7,6 @@ and the `finally` blocks inside it give the engine its memory back.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
@@ -18,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from longspan.errors import LongspanError
 from longspan.serve.failures import ClientGoneError, error_body
+from longspan.serve.json_text import json_bytes
 
 logger = logging.getLogger("longspan.serve")
 T = TypeVar("T")
@@ -78,13 +78,13 @@ class EventStream(Response):
         except LongspanError as error:
             await send(_event(error_body(error)))
         else:
-            await send(_chunk("[DONE]"))
+            await send(_chunk(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _event(event: dict[str, Any]) -> dict[str, Any]:
-    return _chunk(json.dumps(event, ensure_ascii=False, separators=(",", ":")))
+    return _chunk(json_bytes(event))
 
 
-def _chunk(data: str) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True}
+def _chunk(data: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}

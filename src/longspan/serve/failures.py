@@ -6,11 +6,10 @@ import logging
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from longspan.errors import LongspanError, OverloadedError, RequestError
+from longspan.serve.json_text import JsonResponse
 
 logger = logging.getLogger("longspan.serve")
 
@@ -60,51 +59,32 @@ def error_object(status: int, message: str, param: str | None = None) -> dict[st
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception) -> JsonResponse:
     status = status_of(error)
     if status >= 500:
         logger.error("a request failed: %s", error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
-    return JSONResponse(error_body(error), status, headers)
+    return JsonResponse(error_body(error), status, headers)
 
 
 def install_handlers(app: FastAPI) -> None:
     """Makes `app` answer every exception in OpenAI's error shape."""
 
     @app.exception_handler(LongspanError)
-    async def _ours(request: Request, error: LongspanError) -> JSONResponse:
+    async def _ours(request: Request, error: LongspanError) -> JsonResponse:
         return error_response(error)
 
     @app.exception_handler(ClientGoneError)
     async def _gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=499)  # nobody reads it
 
-    @app.exception_handler(RequestValidationError)
-    async def _malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _first_problem(error.errors())
-        return JSONResponse(error_object(400, message, param), 400)
-
     @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    async def _http(request: Request, error: HTTPException) -> JsonResponse:
         message = str(error.detail)
         if error.status_code in (404, 405):
-            message = f"{request.method} {request.url.path} does not exist; see /openapi.json for what does."
-        return JSONResponse(error_object(error.status_code, message), error.status_code, error.headers)
+            message = f"{request.method} {request.url.path} does not exist here."
+        return JsonResponse(error_object(error.status_code, message), error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    async def _unexpected(request: Request, error: Exception) -> JsonResponse:
         return error_response(error)
-
-
-def _first_problem(problems: list[Any] | Any) -> tuple[str, str | None]:
-    """One sentence and the field's path. For a union, the alternatives that were tried are joined."""
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "syntax error")
-        return f"The request body is not valid JSON: {reason} at character {first['loc'][-1]}.", None
-    of_field = [problem for problem in problems if problem["loc"][1:2] == first["loc"][1:2]]
-    path = first["loc"][1:] if len(of_field) == 1 else first["loc"][1:2]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-    alternatives = {problem["msg"][0].lower() + problem["msg"][1:] for problem in of_field}
-    where = f"`{param}`" if param else "The request body"
-    return f"{where}: {' or '.join(sorted(alternatives))}.", param or None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longspan.serve.failures import error_object
+from longspan.serve.json_text import JsonResponse
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # for probes and scrapers; no key needed
 
@@ -37,18 +37,18 @@ class Gate:
         else:
             await self._app(scope, self._counted(receive), send)
 
-    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+    def _refusal(self, path: str, headers: Headers) -> JsonResponse | None:
         if path in OPEN_PATHS:
             return None
         if self._api_key is not None and not _has_key(headers, self._api_key):
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
-            return JSONResponse(error_object(401, message), 401, {"WWW-Authenticate": "Bearer"})
+            return JsonResponse(error_object(401, message), 401, {"WWW-Authenticate": "Bearer"})
         if self._draining():
             message = "The server is shutting down. Try again later."
-            return JSONResponse(error_object(503, message), 503, {"Retry-After": "5"})
+            return JsonResponse(error_object(503, message), 503, {"Retry-After": "5"})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
-            return JSONResponse(error_object(413, self._too_large()), 413, {"Connection": "close"})
+            return JsonResponse(error_object(413, self._too_large()), 413, {"Connection": "close"})
         return None
 
     def _counted(self, receive: Receive) -> Receive:

@@ -30,7 +30,8 @@ def check_messages(messages: list[Any]) -> list[Any]:
     if not messages:
         raise RequestError("`messages` is empty.", param="messages", remedy="Send at least one message.")
     for i, message in enumerate(messages):
-        if isinstance(message, dict) and message.get("role") in _FIELDS:
+        role = message.get("role") if isinstance(message, dict) else None
+        if isinstance(role, str) and role in _FIELDS:
             _check_fields(message, f"messages[{i}]")
     return messages
 

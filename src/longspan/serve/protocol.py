@@ -7,10 +7,12 @@ structure of chat messages to `longspan.chat`.
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longspan.errors import RequestError
 
@@ -68,22 +70,33 @@ REFUSED_IN_COMPLETIONS = {
 
 
 class Body(BaseModel):
-    """A JSON body. `refused` lists the known fields that are not supported."""
+    """A JSON body; read it with `parse_body`. `refused`: known fields that are not supported."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     refused: ClassVar[dict[str, Refused]] = {}
 
-    @model_validator(mode="before")
-    @classmethod
-    def _only_supported_fields(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            raise RequestError(f"The request body is {_json_kind(body)}; a JSON object is expected.")
-        return _keep_supported(body, list(cls.model_fields), cls.refused)
+
+AnyBody = TypeVar("AnyBody", bound=Body)
 
 
-def _keep_supported(body: dict[str, Any], known: list[str], refused: dict[str, Refused]) -> dict[str, Any]:
+def parse_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+    """The body of a request, whatever its header says it is. Raises RequestError naming the field."""
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise RequestError(f"The request body can't be read as JSON: {what}.") from error
+    if not isinstance(content, dict):
+        raise RequestError(f"The request body is {_json_kind(content)}; a JSON object is expected.")
+    try:
+        return kind.model_validate(_keep_supported(content, list(kind.model_fields), kind.refused))
+    except ValidationError as error:
+        raise _first_problem(error) from error
+
+
+def _keep_supported(content: dict[str, Any], known: list[str], refused: dict[str, Refused]) -> dict[str, Any]:
     kept = {}
-    for name, value in body.items():
+    for name, value in content.items():
         if value is None:
             continue
         if name in known:
@@ -95,6 +108,17 @@ def _keep_supported(body: dict[str, Any], known: list[str], refused: dict[str, R
         elif not any(value == ok and type(value) is type(ok) for ok in refused[name].harmless):
             raise RequestError(f"`{name}` is not supported.", param=name, remedy=refused[name].remedy)
     return kept
+
+
+def _first_problem(error: ValidationError) -> RequestError:
+    """The first field that is wrong. Where it may be of several types, all are named."""
+    problems = error.errors(include_url=False)
+    field = problems[0]["loc"][0]
+    of_field = [problem for problem in problems if problem["loc"][0] == field]
+    path = problems[0]["loc"] if len(of_field) == 1 else (field,)
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    alternatives = sorted({problem["msg"][0].lower() + problem["msg"][1:] for problem in of_field})
+    return RequestError(f"`{param}`: {' or '.join(alternatives)}.", param=param)
 
 
 class StreamOptions(BaseModel):
@@ -245,15 +269,14 @@ class DetokenizeRequest(Body):
 
 
 def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        bad = next(token for token in bias if not token.lstrip("-").isdigit())
-        raise RequestError(
-            f"`logit_bias` has the key {bad!r}.",
-            param="logit_bias",
-            remedy='Keys are token ids, as in {"1734": -100}.',
-        ) from None
+    for token in bias:
+        if not re.fullmatch(r"-?[0-9]{1,18}", token):
+            raise RequestError(
+                f"`logit_bias` has the key {token!r}.",
+                param="logit_bias",
+                remedy='Keys are token ids, as in {"1734": -100}.',
+            )
+    return {int(token): value for token, value in bias.items()}
 
 
 def _json_kind(value: Any) -> str:

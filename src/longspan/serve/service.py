@@ -54,12 +54,17 @@ class Service:
             f"The model {asked!r} is not served here.", param="model", remedy=f"Served: {', '.join(names)}."
         )
 
-    def check(self, request: Request) -> None:
-        """Raises RequestError if the engine could never serve the request."""
-        request.validate(self.engine.config.vocab_size, self.engine.max_model_len)
-        if request.params.n > self._capacity:
-            what = f"`n` is {request.params.n}, and this server takes {self._capacity} choices at a time."
-            raise RequestError(what, param="n", remedy=f"Ask for {self._capacity} or fewer.")
+    def check(self, requests: list[Request]) -> None:
+        """Raises RequestError if the engine could never serve these requests together."""
+        for request in requests:
+            request.validate(self.engine.config.vocab_size, self.engine.max_model_len)
+        wanted = sum(request.params.n for request in requests)
+        if wanted > self._capacity:
+            raise RequestError(
+                f"{wanted} choices are asked for, and this server takes {self._capacity} at a time.",
+                param="n",
+                remedy="Ask for fewer, in several requests, or raise --max-queue.",
+            )
 
     @asynccontextmanager
     async def run(self, requests: list[Request]) -> AsyncIterator[AsyncIterator[StepOutput]]:
