@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.scripted import Reciter, Running, ScriptedModel, running_server
+from support.scripted import ROOT, Reciter, Running, ScriptedModel, running_server
 
 from longspan.chat import Tokenizer
-from longspan.errors import CapacityError
+from longspan.errors import CapacityError, CheckpointError
 from longspan.serve.server import bind
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -281,3 +283,22 @@ def test_a_taken_port_is_said_clearly() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(CapacityError, match=f"port {port}.*--port"):
             bind("127.0.0.1", port)
+
+
+def test_a_checkpoint_without_chat_tokens_completes_and_refuses_chats(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    shutil.copy(ROOT / "models/k31-tiny/tiktoken.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {}}')
+    model = ScriptedModel(tokenizer, Reciter(tokenizer))
+    with running_server(model, Tokenizer.from_dir(tmp_path)) as server:
+        server.say("Fine.")
+        answer = server.post(CHAT, USER)
+        assert answer.status_code == 400 and "completions" in answer.json()["error"]["message"]
+        assert server.post(TEXT, {"prompt": "x"}).json()["choices"][0]["text"].startswith("Fine.")
+
+
+def test_without_a_tokenizer_there_is_no_server(tokenizer: Tokenizer) -> None:
+    model = ScriptedModel(tokenizer, Reciter(tokenizer))
+    with pytest.raises(CheckpointError, match=r"tiktoken\.model"), running_server(model, None):
+        pass

@@ -138,7 +138,7 @@ class Running:
 @contextmanager
 def running_server(
     model: Any,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     *,
     num_pages: int = 512,
     page_size: int = 16,

@@ -37,13 +37,15 @@ class ServerProcess:
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=120, **options)
 
-    def post_and_leave(self, path: str, body: Any, after: float) -> None:
-        """Sends a request and closes the socket after so many seconds, whatever has come by then."""
+    def post_and_leave(self, path: str, body: Any, after: float, missing: int = 0) -> None:
+        """Sends a request but for its last `missing` bytes, and hangs up after so many seconds."""
         host, port = self.url.removeprefix("http://").split(":")
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+            connection.sendall(
+                f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data[: len(data) - missing]
+            )
             time.sleep(after)
 
     def metric(self, name: str) -> float:

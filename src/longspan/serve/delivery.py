@@ -75,7 +75,9 @@ class EventStream(Response):
         try:
             async for event in self._rest:
                 await send(_event(event))
-        except LongspanError as error:
+        except Exception as error:
+            if not isinstance(error, LongspanError):
+                logger.exception("a stream failed")
             await send(_event(error_body(error)))
         else:
             await send(_chunk(b"[DONE]"))

@@ -7,8 +7,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
-from longspan.errors import LongspanError, OverloadedError, RequestError
+from longspan.errors import CheckpointError, LongspanError, OverloadedError, RequestError
 from longspan.serve.json_text import JsonResponse
 
 logger = logging.getLogger("longspan.serve")
@@ -39,8 +40,8 @@ def status_of(error: Exception) -> int:
     """HTTP status of an error: 4xx is the caller's to mend, 429 and 503 pass with time, 500 is ours."""
     if isinstance(error, UnknownModelError):
         return 404
-    if isinstance(error, RequestError):
-        return 400
+    if isinstance(error, RequestError | CheckpointError):
+        return 400  # the checkpoint can't do what is asked, such as chatting without chat tokens
     if isinstance(error, QueueFullError):
         return 429
     if isinstance(error, OverloadedError):
@@ -75,7 +76,8 @@ def install_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(ClientGoneError)
-    async def _gone(request: Request, error: ClientGoneError) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
 
     @app.exception_handler(HTTPException)

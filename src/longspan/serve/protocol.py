@@ -149,7 +149,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
-    n: int = Field(default=1, ge=1, le=128)
+    n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None  # accepted: it changes nothing

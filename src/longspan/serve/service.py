@@ -7,11 +7,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
-from longspan.chat import Tokenizer
 from longspan.engine.async_engine import AsyncEngine
 from longspan.engine.output import StepOutput
 from longspan.engine.request import Request
-from longspan.errors import OverloadedError, RequestError
+from longspan.errors import CheckpointError, OverloadedError, RequestError
 from longspan.serve.failures import QueueFullError, UnknownModelError
 from longspan.serve.metrics import Metrics
 
@@ -30,20 +29,18 @@ class Service:
     """Every route reaches the engine through `run`."""
 
     def __init__(self, engine: AsyncEngine, options: ServeOptions) -> None:
+        """Raises CheckpointError if the engine has no tokenizer."""
+        if engine.tokenizer is None:
+            raise CheckpointError(
+                "The checkpoint has no tokenizer, so nothing could be read or said.",
+                remedy="Put its tiktoken.model and tokenizer_config.json beside the weights.",
+            )
         self.engine = engine
+        self.tokenizer = engine.tokenizer
         self.options = options
         self.metrics = Metrics(options.served_model_names[0], lambda: engine.stats)
         self._capacity = engine.plan.num_slots + options.max_queue  # choices that run or wait
         self._admitted = 0
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Raises RequestError for a checkpoint without one."""
-        if self.engine.tokenizer is None:
-            raise RequestError(
-                "This checkpoint has no tokenizer.", remedy="Use /v1/completions with token ids in `prompt`."
-            )
-        return self.engine.tokenizer
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with. Raises UnknownModelError."""
