@@ -99,7 +99,7 @@ def _text(argument: str) -> str:
 
 
 class _Screen:
-    """Prints deltas. Reasoning is dim on a terminal and goes to stderr otherwise, so that a pipe gets the answer."""
+    """Prints deltas. Reasoning is dim on a terminal and goes to stderr otherwise: a pipe gets the answer."""
 
     def __init__(self) -> None:
         self._dim = False

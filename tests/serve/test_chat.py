@@ -152,6 +152,7 @@ def test_a_forced_call_is_made_by_a_model_that_does_not_want_to(
         tools=TOOLS,
         tool_choice=tool_choice,
         max_tokens=200,
+        temperature=0,
         extra_body={"chat_template_kwargs": {"thinking": thinking}},
     ).choices[0]
     (made,) = choice.message.tool_calls or ()
@@ -318,3 +319,11 @@ def test_long_and_many_calls_are_not_cut(server: Running) -> None:
     found = joined(server, tools=TOOLS)[0]["calls"]
     assert [json.loads(found[i]["arguments"])["sku"] for i in range(3)] == [f"{value}{i}" for i in (1, 2, 3)]
     assert len({entry["id"] for entry in found.values()}) == 3
+
+
+def test_prompt_logprobs_cover_the_rendered_prompt(server: Running) -> None:
+    server.say(THINK_END)
+    answer = server.post("/v1/chat/completions", {"messages": USER, "prompt_logprobs": 0, "n": 2}).json()
+    first, *rest = answer["prompt_logprobs"]
+    prompt = server.model.script.prompts[-1]
+    assert first is None and [list(entry) for entry in rest] == [[str(token)] for token in prompt[1:]]

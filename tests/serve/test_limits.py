@@ -285,6 +285,14 @@ def test_a_taken_port_is_said_clearly() -> None:
             bind("127.0.0.1", port)
 
 
+@pytest.mark.parametrize(
+    ("host", "port"), [("127.0.0.1", 70000), ("no.such.host.invalid", 8000), ("192.0.2.1", 0)]
+)
+def test_an_address_that_cannot_be_had_is_said_clearly(host: str, port: int) -> None:
+    with pytest.raises(CapacityError, match=f"Cannot listen on .*port {port}.*--port"):
+        bind(host, port)
+
+
 def test_a_checkpoint_without_chat_tokens_completes_and_refuses_chats(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def still_serves(server: Running):
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0]", "name"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "continue_final_message"),
         ({"continue_final_message": True}, "continue_final_message", "assistant"),
+        ({"continue_final_message": True, "messages": ["x"]}, "continue_final_message", "assistant"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -53,12 +53,6 @@ class ChatCall:
 def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
     """Checks, renders and encodes. Raises RequestError: what can be refused is refused before any work."""
     model = service.model_name(body.model)
-    if body.response_format not in (None, {"type": "text"}):
-        raise RequestError(
-            f"`response_format` is {body.response_format!r}.",
-            param="response_format",
-            remedy='Structured output is not available: only {"type": "text"} is accepted.',
-        )
     if not (body.add_generation_prompt or body.continue_final_message):
         raise RequestError(
             "`add_generation_prompt` is false, so there is no reply to begin.",

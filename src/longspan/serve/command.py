@@ -70,9 +70,8 @@ def main(args: argparse.Namespace) -> int:
 
     from longspan.serve.server import Server, bind
 
-    with bind(
-        args.host, args.port
-    ) as listener:  # first, so that a taken port is known before weights are read
+    # First of all, so that a taken port is known before weights are read.
+    with bind(args.host, args.port) as listener:
         from longspan.engine.async_engine import AsyncEngine
         from longspan.engine.engine import Engine
         from longspan.serve.app import create_app

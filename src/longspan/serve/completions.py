@@ -27,6 +27,7 @@ class CompletionCall:
     body: CompletionRequest
     id: str
     requests: list[Request]
+    first_choices: dict[str, int]  # request id -> number of its first choice
     echoes: list[str]  # the text of each prompt if it is to be repeated, else ""
     created: int
     model: str
@@ -36,8 +37,7 @@ class CompletionCall:
 
     def choice_of(self, step: StepOutput) -> int:
         """Choices are numbered through: all those of the first prompt, then all those of the second."""
-        prompt = next(i for i, request in enumerate(self.requests) if request.id == step.request_id)
-        return prompt * self.body.n + step.index
+        return self.first_choices[step.request_id] + step.index
 
     def usage(self) -> Usage:
         return Usage(sum(len(request.prompt_token_ids) for request in self.requests))
@@ -63,7 +63,10 @@ def prepare_completion(service: Service, body: CompletionRequest) -> CompletionC
     ]
     service.check(requests)
     echoes = [service.tokenizer.decode(token_ids) if body.echo else "" for token_ids in prompts]
-    return CompletionCall(body, body.request_id or call_id, requests, echoes, int(time.time()), model)
+    first_choices = {request.id: i * body.n for i, request in enumerate(requests)}
+    return CompletionCall(
+        body, body.request_id or call_id, requests, first_choices, echoes, int(time.time()), model
+    )
 
 
 def _request(service: Service, request_id: str, token_ids: list[int], sampling: dict[str, Any]) -> Request:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from longspan.chat import Segment, Tokenizer, render
 from longspan.chat.xtml import close_tag, open_tag, text
@@ -55,11 +56,11 @@ class _Partial:
     in_response: bool
 
 
-def _partial_reply(messages: list[dict], thinking: ThinkingOptions) -> _Partial:
+def _partial_reply(messages: list[Any], thinking: ThinkingOptions) -> _Partial:
     """What follows the generation prompt when the last message is to be continued."""
     last = messages[-1]
     where = f"messages[{len(messages) - 1}]"
-    if last.get("role") != "assistant" or last.get("tool_calls"):
+    if not isinstance(last, dict) or last.get("role") != "assistant" or last.get("tool_calls"):
         raise RequestError(
             "`continue_final_message` needs a last message of role assistant without tool calls.",
             param="continue_final_message",

@@ -27,11 +27,15 @@ class Refused:
 
 _NO_STORE = Refused("Nothing is stored: leave it out or send false.", (False,))
 _TIER = Refused('There is one tier: leave it out, or send "auto" or "default".', ("auto", "default"))
-_GUIDED = Refused("Guided decoding is not available; describe the format in the prompt.")
+_GUIDED = Refused(
+    "Structured output is not available; describe the format in the prompt, as plain text.",
+    ({"type": "text"},),
+)
 
 REFUSED_EVERYWHERE = {
     "use_beam_search": Refused("Beam search is not available; leave it out or send false.", (False,)),
     "length_penalty": Refused("It belongs to beam search, which is not available.", (1, 1.0)),
+    "response_format": _GUIDED,
     "guided_json": _GUIDED,
     "guided_regex": _GUIDED,
     "guided_choice": _GUIDED,
@@ -41,9 +45,6 @@ REFUSED_EVERYWHERE = {
     "allowed_token_ids": Refused("Use `logit_bias` instead."),
     "bad_words": Refused("Use `logit_bias` instead."),
     "priority": Refused("Requests are served in order of arrival; leave it out or send 0.", (0,)),
-    "skip_special_tokens": Refused(
-        "Control tokens never appear in text; leave it out or send true.", (True,)
-    ),
     "spaces_between_special_tokens": Refused("Leave it out; tokens are joined as they are.", (True, False)),
 }
 REFUSED_IN_CHAT = {
@@ -65,7 +66,6 @@ REFUSED_IN_COMPLETIONS = {
     "suffix": Refused("The model continues text and does not fill in the middle; leave it out."),
     "best_of": Refused("Leave it out, or use `n` and choose among the answers.", (1,)),
     "messages": Refused("Chats belong to /v1/chat/completions."),
-    "response_format": Refused('Only {"type": "text"} is supported.', ({"type": "text"},)),
 }
 
 
@@ -193,7 +193,6 @@ class ChatRequest(GenerationBody):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -17,6 +17,8 @@ _GRACE_AFTER_ABORT = 5  # seconds that aborted requests have to tell their clien
 
 def bind(host: str, port: int) -> socket.socket:
     """Takes the port, 0 = any free one. Raises CapacityError if it can't be had."""
+    if not 0 <= port <= 65535:
+        raise CapacityError(f"Cannot listen on port {port}.", remedy="Choose a --port from 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -25,7 +27,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.set_inheritable(True)
     except OSError as error:
         raise CapacityError(
-            f"Cannot listen on {host} port {port}: {error.strerror or error}.",
+            f"Cannot listen on {host} port {port}: {error}.",
             remedy="Choose another --port, or stop what uses this one.",
         ) from error
     return listener
