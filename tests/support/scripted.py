@@ -52,8 +52,8 @@ class ScriptedModel:
     def step(self, batch: StepBatch, views: Sequence[LayerView]) -> Tensor:
         self.before_step()
         starts, wanted = batch.query_starts.tolist(), batch.logit_rows.tolist()
-        logits = torch.full((len(wanted), self.config.vocab_size), -10.0)
-        logits[:, self._close] = -5.0  # kept from its script, it closes what is open
+        logits = torch.full((len(wanted), self.config.vocab_size), -100.0)
+        logits[:, self._close] = 0.0  # kept from its script, it closes what is open
         for s, slot in enumerate(batch.state_slots.tolist()):
             if batch.context_lens[s] == 0:
                 self._seen[slot] = []
@@ -61,7 +61,7 @@ class ScriptedModel:
             self._seen[slot] += batch.token_ids[starts[s] : starts[s + 1]].tolist()
             last = starts[s + 1] - 1
             if last in wanted:
-                logits[wanted.index(last), self._next(slot)] = 10.0
+                logits[wanted.index(last), self._next(slot)] = 100.0
         return logits
 
     def _next(self, slot: int) -> int:
