@@ -83,7 +83,7 @@ def test_the_server_answers_streaming_and_not(
         answers = list(pool.map(lambda body: whole(tiny_server, body), bodies))
         streams = list(pool.map(lambda body: streamed(tiny_server, body), bodies))
     assert streams == answers
-    assert all(reply.reasoning for reply, _ in answers)
+    assert sum(bool(reply.reasoning) for reply, _ in answers) >= RIGHT
     right = sum(request.turn.check(reply) for request, (reply, _) in zip(requests, answers, strict=True))
     assert right >= RIGHT, answers
     expected = "tool_calls" if skill == "tool_call" else "stop"
