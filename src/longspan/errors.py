@@ -13,7 +13,7 @@ class LongspanError(Exception):
 
 
 class ConfigError(LongspanError):
-    """config.json (or another file beside it) is missing something, contradicts itself or asks the unknown."""
+    """config.json or a file beside it lacks something, contradicts itself or asks the unknown."""
 
 
 class CheckpointError(LongspanError):

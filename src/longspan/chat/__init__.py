@@ -16,6 +16,7 @@ from longspan.chat.reply import (
 from longspan.chat.reply_parser import ReplyParser
 from longspan.chat.stop import StopMatcher
 from longspan.chat.tokenizer import IncrementalDecoder, Tokenizer
+from longspan.chat.tool_choice import forced_functions
 from longspan.chat.xtml import Segment
 
 __all__ = [
@@ -37,5 +38,6 @@ __all__ = [
     "ToolCallEnd",
     "ToolCallStart",
     "collect",
+    "forced_functions",
     "render",
 ]

@@ -10,15 +10,15 @@ from typing import Any, Generic, TypeVar
 
 from longspan.chat import (
     DEFAULT_EFFORT,
+    ForcedToolCall,
     Reply,
     ReplyParser,
     Tokenizer,
     ToolCall,
     collect,
+    forced_functions,
     render,
 )
-from longspan.chat.forced_call import ForcedToolCall
-from longspan.chat.messages import ToolDeclaration, parse_messages
 from longspan.engine.engine import Engine
 from longspan.engine.options import EngineOptions
 from longspan.engine.output import FinishReason, StepOutput, TokenLogprobs
@@ -51,7 +51,7 @@ class TextChoice(Choice):
 
 @dataclass(frozen=True)
 class ChatChoice(Choice):
-    """One reply to a conversation. Tool calls that were cut off are left out."""
+    """One reply to a conversation. A tool call that was cut off is the last one, with `complete` False."""
 
     reasoning: str | None
     content: str | None
@@ -169,7 +169,7 @@ class LLM:
                 response_format=response_format,
                 images=(),
             )
-            forced = _forced_functions(conversation, tools, tool_choice)
+            forced = forced_functions(tool_choice, tools, conversation)
             requests.append(
                 Request(
                     self._next_id(),
@@ -264,8 +264,12 @@ def _text_choice(steps: list[StepOutput]) -> TextChoice:
 
 def _chat_choice(steps: list[StepOutput]) -> ChatChoice:
     reply: Reply = collect(delta for step in steps for delta in step.deltas)
-    calls = [call for call in reply.tool_calls if call.complete]
-    return ChatChoice(**_common(steps), reasoning=reply.reasoning, content=reply.content, tool_calls=calls)
+    return ChatChoice(
+        **_common(steps),
+        reasoning=reply.reasoning,
+        content=reply.content,
+        tool_calls=list(reply.tool_calls),
+    )
 
 
 def _common(steps: list[StepOutput]) -> dict[str, Any]:
@@ -314,28 +318,6 @@ def _params_list(
             remedy="Give one for all, or one for each.",
         )
     return params
-
-
-def _forced_functions(
-    conversation: Conversation, tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
-) -> list[str]:
-    """Names of the functions of which one must be called; [] if the model decides."""
-    if tool_choice in (None, "auto", "none"):
-        return []
-    declared = list(tools or ())
-    for message in parse_messages(conversation):
-        declared += message.tools if isinstance(message, ToolDeclaration) else ()
-    names = [tool["function"]["name"] for tool in declared]
-    match tool_choice:
-        case "required" if names:
-            return names
-        case {"function": {"name": str(name)}} if name in names:
-            return [name]
-    raise RequestError(
-        f"tool_choice is {tool_choice!r}.",
-        param="tool_choice",
-        remedy=f"It must name a declared function; declared: {', '.join(names) or 'none'}.",
-    )
 
 
 def _chat_reader(tokenizer: Tokenizer, params: SamplingParams, thinking: bool) -> Callable[[], ChatReader]:

@@ -78,7 +78,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
 
 
 def _constraint(service: Service, prompt: ChatPrompt) -> Callable[[], ForcedToolCall] | None:
-    names = prompt.tools.forced
+    names = prompt.forced
     if names is None:
         return None
     return lambda: ForcedToolCall(service.tokenizer, names, thinking=prompt.in_reasoning)
@@ -163,7 +163,7 @@ def _kept(call: ChatCall, events: list[Event]) -> list[Event]:
     hidden: tuple[type, ...] = ()
     if not call.body.include_reasoning:
         hidden += (ReasoningDelta,)
-    if not call.prompt.tools.allowed:
+    if not call.prompt.calls_allowed:
         hidden += (ToolCallStart, ToolCallArguments, ToolCallEnd)
     return [event for event in events if not isinstance(event, hidden)]
 
@@ -191,6 +191,6 @@ def _logprobs(service: Service, body: ChatRequest, steps: list[TokenLogprobs]) -
 
 def _end(call: ChatCall, finish: Finish) -> dict[str, Any]:
     reason = finish.reason
-    if reason == "tool_calls" and not call.prompt.tools.allowed:
+    if reason == "tool_calls" and not call.prompt.calls_allowed:
         reason = "stop"
     return {"finish_reason": reason, "stop_reason": finish.stop_reason}

@@ -51,19 +51,6 @@ def _check_fields(message: dict[str, Any], where: str) -> None:
         raise RequestError(what, param=f"{where}.content", remedy="Send a string or a list of text parts.")
 
 
-def function_names(tools: list[Any], where: str = "tools") -> list[str]:
-    """Names of the functions declared; the declarations themselves are rendered verbatim."""
-    names = []
-    for i, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not name or tool.get("type", "function") != "function":
-            remedy = 'Send {"type": "function", "function": {"name": ..., "parameters": ...}}.'
-            raise RequestError("Tools are functions with a name.", param=f"{where}[{i}]", remedy=remedy)
-        names.append(name)
-    return names
-
-
 @dataclass(frozen=True)
 class ThinkingOptions:
     """What the request says about thinking; effort None when thinking is off."""

@@ -5,35 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.chat import Segment, Tokenizer, render
+from longspan.chat import Segment, Tokenizer, forced_functions, render
 from longspan.chat.xtml import close_tag, open_tag, text
 from longspan.errors import RequestError
-from longspan.serve.messages import ThinkingOptions, check_messages, function_names, thinking_options
+from longspan.serve.messages import ThinkingOptions, check_messages, thinking_options
 from longspan.serve.protocol import ChatRequest, TokenizeRequest
 
 
 @dataclass(frozen=True)
-class ToolUse:
-    """Whether tools may be called. `forced`: functions of which one must be; None: the model decides."""
-
-    allowed: bool
-    forced: list[str] | None
-
-
-@dataclass(frozen=True)
 class ChatPrompt:
-    """`in_reasoning`: the prompt ends inside the think channel, so the reply starts there."""
+    """`in_reasoning`: the prompt ends inside the think channel, so the reply starts there.
+
+    `forced`: functions of which one must be called; without any the model decides, if `calls_allowed`.
+    """
 
     token_ids: list[int]
     in_reasoning: bool
-    tools: ToolUse
+    forced: list[str]
+    calls_allowed: bool
 
 
 def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
     """Renders and encodes a chat. Raises RequestError naming the field that is wrong."""
     messages = check_messages(body.messages or [])
     thinking = thinking_options(body.reasoning_effort, body.thinking, body.chat_template_kwargs)
-    tools = _tool_use(body)
+    forced = forced_functions(body.tool_choice, body.tools, messages)
     partial = _partial_reply(messages, thinking) if body.continue_final_message else None
     segments = render(
         messages[:-1] if partial is not None else messages,
@@ -47,7 +43,9 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> Ch
     if partial is not None:
         segments += partial.segments
     in_reasoning = thinking.enabled and not (partial and partial.in_response)
-    return ChatPrompt(tokenizer.encode_segments(segments), in_reasoning, tools)
+    return ChatPrompt(
+        tokenizer.encode_segments(segments), in_reasoning, forced, calls_allowed=body.tool_choice != "none"
+    )
 
 
 @dataclass(frozen=True)
@@ -82,30 +80,3 @@ def _partial_reply(messages: list[Any], thinking: ThinkingOptions) -> _Partial:
         return _Partial(text(reasoning), in_response=False)
     opened = [*text(reasoning), *close_tag("think"), *open_tag("response"), *text(content)]
     return _Partial(opened, in_response=True)
-
-
-def _tool_use(body: ChatRequest | TokenizeRequest) -> ToolUse:
-    names = function_names(body.tools or [])
-    for i, message in enumerate(body.messages or []):
-        if isinstance(message, dict) and isinstance(message.get("tools"), list):
-            names += function_names(message["tools"], f"messages[{i}].tools")
-    match body.tool_choice:
-        case None | "auto":
-            return ToolUse(allowed=True, forced=None)
-        case "none":
-            return ToolUse(allowed=False, forced=None)
-        case "required" if names:
-            return ToolUse(allowed=True, forced=names)
-        case "required":
-            what = '`tool_choice` is "required", but no tools are declared.'
-            raise RequestError(what, param="tool_choice", remedy="Declare them in `tools`.")
-        case {"type": "function", "function": {"name": str(name)}}:
-            pass
-        case other:
-            legal = 'Legal: "auto", "none", "required", {"type": "function", "function": {"name": ...}}.'
-            raise RequestError(f"`tool_choice` is {other!r}.", param="tool_choice", remedy=legal)
-    if name not in names:
-        known = ", ".join(names) or "none"
-        what = f"`tool_choice` names the function {name!r}, which is not declared."
-        raise RequestError(what, param="tool_choice", remedy=f"Declared: {known}.")
-    return ToolUse(allowed=True, forced=[name])
