@@ -162,7 +162,7 @@ def test_a_required_tool_call_is_made(llm: LLM) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "nobody"}}])
 def test_a_forced_call_needs_a_declared_function(llm: LLM, choice: str | dict) -> None:
     tools = None if choice == "required" else TOOLS
-    with pytest.raises(RequestError, match="no tools are declared|not declared"):
+    with pytest.raises(RequestError, match=r"no tools are declared|not declared"):
         llm.chat(QUESTION, GREEDY, tools=tools, tool_choice=choice)
 
 

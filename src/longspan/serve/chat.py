@@ -78,10 +78,9 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
 
 
 def _constraint(service: Service, prompt: ChatPrompt) -> Callable[[], ForcedToolCall] | None:
-    names = prompt.forced
-    if names is None:
+    if not prompt.forced:
         return None
-    return lambda: ForcedToolCall(service.tokenizer, names, thinking=prompt.in_reasoning)
+    return lambda: ForcedToolCall(service.tokenizer, prompt.forced, thinking=prompt.in_reasoning)
 
 
 async def stream_chat(service: Service, call: ChatCall) -> AsyncGenerator[dict[str, Any], None]:
