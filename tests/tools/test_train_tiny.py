@@ -81,6 +81,7 @@ def test_the_training_model_gives_the_golden_logits_of_kimi_k31(data_dir: Path) 
         q_lora=64,
         kv_lora=64,
         res_block=3,
+        tied=False,
         index_topk=16,
         dense_inter=256,
         experts=8,

@@ -178,7 +178,8 @@ def averaged(state_file: Path) -> TinyK31:
     """The model of a training state, with averaged weights."""
     state = torch.load(state_file, weights_only=True)
     model = TinyK31(Config(vocab_size=state["model"]["lm_head.weight"].shape[0]))
-    model.load_state_dict(state["model"] | state["average"])
+    weights = state["model"] | state["average"]
+    model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
     return model
 
 

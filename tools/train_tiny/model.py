@@ -50,6 +50,7 @@ class Config:
     capacity: float = 1.5  # routed rows per expert in training, as a multiple of the mean
     compute_dtype: torch.dtype = field(default=torch.bfloat16)
     quantize: bool = True
+    tied: bool = True  # lm_head is embed_tokens while training; the file has both
 
 
 class IndexerOutput(NamedTuple):
@@ -111,9 +112,13 @@ class KdaAttention(nn.Module):
         self.o_proj = mat(c.hidden, p, 0.5)
         self.b_proj = mat(c.kda_heads, c.hidden)
         self.f_a_proj, self.f_b_proj = mat(c.kda_dim, c.hidden), mat(p, c.kda_dim, 0.5)
+        # Induction from the start: q matches k, and half of the channels of k hold the token before.
+        self.k_proj.weight.data.copy_(self.q_proj.weight)
         for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            taps = torch.randn(p, 1, c.conv) * 0.3
-            taps[:, :, -1] += 0.7
+            taps = torch.randn(p, 1, c.conv) * 0.1
+            taps[:, 0, -1] += 1.0
+            if name == "k_conv1d":
+                taps[::2, 0, -2:] += torch.tensor([1.0, -1.0])
             setattr(self, name, Weight(nn.Parameter(taps)))
         self.A_log = nn.Parameter(torch.zeros(c.kda_heads))
         rate = (
@@ -172,6 +177,10 @@ class DsaAttention(nn.Module):
         self.g_proj = mat(c.heads * c.v_dim, c.hidden)
         self.o_proj = mat(c.hidden, c.heads * c.v_dim, 0.5)
         self.indexer = Indexer(c)
+        if c.q_lora == c.kv_lora:  # like attends to like from the start
+            self.q_a_proj.weight.data.copy_(self.kv_a_proj_with_mqa.weight[: c.kv_lora])
+            keys = self.kv_b_proj.weight.reshape(c.heads, c.nope + c.v_dim, -1)[:, : c.nope]
+            self.q_b_proj.weight.data.reshape(c.heads, c.nope + c.rope, -1)[:, : c.nope] = keys.detach()
 
     def forward(self, x: Tensor, mode: str, rows: Tensor | None) -> tuple[Tensor, IndexerOutput | None]:
         """mode: "dense", "warmup" (dense, the indexer learns the whole distribution) or "sparse".
@@ -325,7 +334,7 @@ class Body(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         self.c = c
-        self.embed_tokens = Weight(nn.Parameter(torch.randn(c.vocab_size, c.hidden) * 0.5))
+        self.embed_tokens = Weight(nn.Parameter(torch.randn(c.vocab_size, c.hidden) * 0.1))
         self.layers = nn.ModuleList(Layer(c, i) for i in range(c.layers))
         self.norm, self.output_attn_res_norm = ones(c.hidden), ones(c.hidden)
         self.output_attn_res_proj = Weight(nn.Parameter(torch.zeros(1, c.hidden)))
@@ -372,7 +381,8 @@ class TinyK31(nn.Module):
         super().__init__()
         self.c = c
         self.model = Body(c)
-        self.lm_head = mat(c.vocab_size, c.hidden)
+        # Tied, so that a copied token finds its way out without learning the map of every token by itself.
+        self.lm_head = Weight(self.model.embed_tokens.weight) if c.tied else mat(c.vocab_size, c.hidden)
 
     def forward(self, ids: Tensor, mode: str = "dense", rows: Tensor | None = None) -> Output:
         return self.model(ids, mode, rows)

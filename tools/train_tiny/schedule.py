@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SKILLS = {
+FIRST = {
     "retrieval": 0.28,
     "tool": 0.2,
-    "addition": 0.18,
-    "copy": 0.14,
+    "addition": 0.16,
+    "copy": 0.18,
     "short": 0.1,
-    "continuation": 0.03,
-    "english": 0.07,
+    "continuation": 0.02,
+    "english": 0.06,
+}
+THEN = {
+    "retrieval": 0.36,
+    "tool": 0.18,
+    "addition": 0.05,
+    "copy": 0.22,
+    "short": 0.12,
+    "continuation": 0.02,
+    "english": 0.05,
 }
 
 
@@ -20,19 +29,19 @@ class Stage:
     mode: str  # "dense", "warmup" or "sparse"
     steps: int
     shapes: tuple[tuple[int, int, float], ...]  # (batch, length, share of the steps)
-    mix: dict[str, float] = field(default_factory=lambda: dict(SKILLS))
+    mix: dict[str, float] = field(default_factory=lambda: dict(THEN))
     header: float = 0.9  # share of conversations that begin with the thinking-effort message
 
 
 STAGES = (
-    Stage("dense", 800, ((8, 512, 1.0),), header=0.3),
-    Stage("warmup", 80, ((2, 1024, 1.0),)),
-    Stage("sparse", 2400, ((8, 512, 0.5), (4, 1024, 0.3), (2, 2048, 0.2))),
+    Stage("dense", 640, ((8, 512, 1.0),), FIRST, header=0.3),
+    Stage("warmup", 80, ((2, 1024, 1.0),), header=0.6),
+    Stage("sparse", 1500, ((8, 512, 0.55), (4, 1024, 0.3), (2, 2048, 0.15))),
 )
 
 PEAK = 5e-3
 WARMUP = 30
-DECAY = 700  # last steps, linear to a twentieth
+DECAY = 500  # last steps, linear to a twentieth
 
 
 def learning_rate(step: int, total: int) -> float:
