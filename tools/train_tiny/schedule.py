@@ -15,12 +15,12 @@ FIRST = {
 }
 THEN = {
     "retrieval": 0.36,
-    "tool": 0.18,
-    "addition": 0.05,
-    "copy": 0.22,
+    "tool": 0.2,
+    "addition": 0.08,
+    "copy": 0.16,
     "short": 0.12,
     "continuation": 0.02,
-    "english": 0.05,
+    "english": 0.06,
 }
 
 
@@ -35,7 +35,7 @@ class Stage:
 
 STAGES = (
     Stage("dense", 640, ((8, 512, 1.0),), FIRST, header=0.3),
-    Stage("warmup", 80, ((2, 1024, 1.0),), header=0.6),
+    Stage("warmup", 240, ((2, 1024, 1.0),), header=0.6),
     Stage("sparse", 1500, ((8, 512, 0.55), (4, 1024, 0.3), (2, 2048, 0.15))),
 )
 
@@ -58,3 +58,8 @@ def stage_at(step: int) -> tuple[int, Stage]:
 
 def total_steps() -> int:
     return sum(stage.steps for stage in STAGES)
+
+
+def is_boundary(step: int) -> bool:
+    """True after the last step of a stage."""
+    return any(step == sum(s.steps for s in STAGES[: i + 1]) for i in range(len(STAGES)))

@@ -114,7 +114,7 @@ class Trainer:
                 shown = []
             if self.step % 150 == 0:
                 self.log(step=self.step, exact=self.exact_match())
-            if time.time() - saved > SAVE_SECONDS:
+            if time.time() - saved > SAVE_SECONDS or schedule.is_boundary(self.step):
                 self.save()
                 saved = time.time()
         self.save()
