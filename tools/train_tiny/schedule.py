@@ -24,6 +24,18 @@ THEN = {
 }
 
 
+# What is left to learn: finding and copying.
+LAST = {
+    "retrieval": 0.4,
+    "tool": 0.18,
+    "addition": 0.03,
+    "copy": 0.24,
+    "short": 0.09,
+    "continuation": 0.01,
+    "english": 0.05,
+}
+
+
 @dataclass(frozen=True)
 class Stage:
     mode: str  # "dense", "warmup" or "sparse"
@@ -36,7 +48,8 @@ class Stage:
 STAGES = (
     Stage("dense", 640, ((8, 512, 1.0),), FIRST, header=0.3),
     Stage("warmup", 240, ((2, 1024, 1.0),), header=0.6),
-    Stage("sparse", 1500, ((8, 512, 0.55), (4, 1024, 0.3), (2, 2048, 0.15))),
+    Stage("sparse", 328, ((8, 512, 0.55), (4, 1024, 0.3), (2, 2048, 0.15))),
+    Stage("sparse", 1172, ((8, 512, 0.5), (4, 1024, 0.3), (2, 2048, 0.2)), LAST),
 )
 
 PEAK = 5e-3

@@ -175,7 +175,7 @@ def copy(rng: random.Random, text: Text, most: int = 40) -> list[Turn]:
             "Copy this text exactly:\n",
             "Copy the following passage:\n",
             "Repeat this text:\n",
-            "Write this again: ",
+            "Write this again:\n",
         )
     )
     return [Turn("copy", user(ask + passage), assistant("I copy the text.", passage), says(passage))]
