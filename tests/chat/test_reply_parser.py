@@ -344,6 +344,21 @@ def test_text_after_a_stray_opening_token_is_not_lost(tokenizer):
     assert read(tokenizer, "a <|open|>a call").reasoning == "a a call"
 
 
+@pytest.mark.parametrize("end", ["<|sep|>", "<|open|>", "<|close|>", "<|end_of_msg|>", ""])
+@pytest.mark.parametrize("name", ["think", "response", "tools", "message", "call", "argument", "json", "hello"])
+@pytest.mark.parametrize("token", ["<|open|>", "<|close|>"])
+def test_text_that_stands_in_a_tag_is_not_lost(tokenizer, token, name, end):
+    reply = read(tokenizer, f"x{token}{name} there general{end}")
+    assert (reply.reasoning or "") + (reply.content or "") in (
+        f"x{name} there general",
+        "x there general",
+    )
+
+
+def test_text_in_a_tag_belongs_to_its_body(tokenizer):
+    assert read(tokenizer, f"a{END_THINK}<|open|>response Hello<|end_of_msg|>") == Reply("a", " Hello", ())
+
+
 def test_unknown_tags_vanish_and_their_bodies_stay(tokenizer):
     markup = "a" + tag("b", "c") + END_THINK + "<|open|>response<|sep|>d" + tag('em x="1"', "e") + "<|sep|>f"
     assert read(tokenizer, markup) == Reply("ac", "def", ())

@@ -8,8 +8,9 @@ What goes where, for any input, well-formed or not:
 - A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is
   ignored, and its body belongs to where it stands; so does the body of a call without a name.
 - A call that the reply's end cuts off stays, not `complete`, with the part of its arguments that came.
-- A tag without its sep counts if its name is known and a control token follows; at the end of the reply it is
-  dropped. If its name is not the beginning of a known one, it is text.
+- A known tag without its sep counts if a control token follows. Text that stands in a tag, beside its name and
+  attributes, belongs to the tag's body; a tag that is unknown or lacks its attributes is then text as a whole.
+- A tag that the reply's end cuts off is dropped, if it holds nothing but the beginning of a known tag.
 - The reply is over at end-of-message; what follows is not read.
 
 By ids only control ids make a tag, and text that looks like a marker is text. By text that cannot be told.
@@ -40,7 +41,8 @@ from longspan.chat.tokenizer import Tokenizer
 
 Channel = Literal["think", "response", "tools", "between", "end"]
 
-_TAGS = ("think", "response", "tools", "call", "argument", "json", "message")
+_WITH_ATTRIBUTES = ("call", "argument", "json")
+_TAGS = ("think", "response", "tools", "message", *_WITH_ATTRIBUTES)
 _MARKER = re.compile("|".join(map(re.escape, xtml.CONTROL_TOKENS)))
 
 
@@ -118,9 +120,7 @@ class ReplyParser:
         self._text(self._decoder.flush() + self._held)
         self._held = ""
         if self._header is not None:
-            header, self._header = "".join(self._header), None
-            if not _may_be_tag(header):
-                self._body(header)
+            self._read_header(cut=True)
         self._end()
         return self._take()
 
@@ -142,22 +142,31 @@ class ReplyParser:
     def _text(self, text: str) -> None:
         if self._header is not None:
             self._header.append(text)
-        elif text:
+        else:
             self._body(text)
 
     def _control(self, token: str) -> None:
         if self._header is not None:
-            header, self._header = "".join(self._header), None
-            name, attributes = xtml.parse_tag(header)
-            if token == xtml.SEP or name in _TAGS:
-                self._tag(name, attributes)
-            elif not _may_be_tag(header):
-                self._body(header)
+            self._read_header(has_sep=token == xtml.SEP)
         self._blank, self._in_gap_text = [], False
         if token in (xtml.OPEN, xtml.CLOSE) and self._channel != "end":
             self._header, self._closing = [], token == xtml.CLOSE
         elif token == xtml.END_OF_MSG:
             self._end()
+
+    def _read_header(self, *, has_sep: bool = False, cut: bool = False) -> None:
+        """Nothing more comes between open (or close) and sep: acts on the tag and keeps what is no tag."""
+        header, self._header = "".join(self._header or ()), None
+        name, attributes, rest = xtml.parse_tag(header)
+        rest = rest if rest.strip() else ""
+        if name in _WITH_ATTRIBUTES:
+            name, rest = ("", rest) if rest and not attributes else (name, "")
+        if name in _TAGS:
+            if rest or not cut:
+                self._tag(name, attributes)
+                self._body(rest)
+        elif rest or not (has_sep or any(tag.startswith(header.strip()) for tag in _TAGS)):
+            self._body(header)
 
     def _tag(self, name: str, attributes: dict[str, str]) -> None:
         if self._closing:
@@ -196,7 +205,7 @@ class ReplyParser:
                 self._channel = "between"
 
     def _body(self, text: str) -> None:
-        if self._channel == "end":
+        if not text or self._channel == "end":
             return
         if self._call and self._call.arguments.in_value:
             self._emit_arguments(self._call, self._call.arguments.text(text))
@@ -246,8 +255,3 @@ class ReplyParser:
             self._emit(ContentDelta("".join(self._lead)))
         self._lead = []
         self._channel = "end"
-
-
-def _may_be_tag(header: str) -> bool:
-    name, _ = xtml.parse_tag(header)
-    return name in _TAGS or any(tag.startswith(header.lstrip()) for tag in _TAGS)

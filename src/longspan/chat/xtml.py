@@ -69,10 +69,12 @@ def unescape(value: str) -> str:
 
 
 # A missing closing quote or blanks around "=" are a slip of the model, not a reason to lose a call.
-_ATTRIBUTE = re.compile(r'([^\s="]+)\s*=\s*"([^"]*)')
+_ATTRIBUTE = re.compile(r'\s*([^\s="]+)\s*=\s*"([^"]*)"?')
 
 
-def parse_tag(header: str) -> tuple[str, dict[str, str]]:
-    """What stands between open (or close) and sep -> (tag name or "", attributes unescaped)."""
-    name, *rest = header.split(maxsplit=1) or [""]
-    return name, {key: unescape(value) for key, value in _ATTRIBUTE.findall(rest[0] if rest else "")}
+def parse_tag(header: str) -> tuple[str, dict[str, str], str]:
+    """What stands between open (or close) and sep -> name or "", attributes unescaped, text beside them."""
+    name = (header.split(maxsplit=1) or [""])[0]
+    rest = header[header.index(name) + len(name) :]
+    attributes = {key: unescape(value) for key, value in _ATTRIBUTE.findall(rest)}
+    return name, attributes, _ATTRIBUTE.sub("", rest)
