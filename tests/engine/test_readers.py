@@ -45,12 +45,12 @@ def read_chat(
     reason: FinishReason = "stop",
     *,
     thinking: bool = True,
-    parallel: bool = True,
+    max_calls: int | None = None,
     **params,
 ):
     """-> reply, reason, stop string, events."""
     reader = ChatReader(
-        ReplyParser(tokenizer, thinking=thinking), SamplingParams(**params), parallel_tool_calls=parallel
+        ReplyParser(tokenizer, thinking=thinking), SamplingParams(**params), max_calls=max_calls
     )
     events = []
     for token_id in ids(tokenizer, markup):
@@ -160,15 +160,19 @@ def test_a_reply_cut_in_its_reasoning_has_no_content(tokenizer: Tokenizer) -> No
     assert all(isinstance(event, ReasoningDelta) for event in events)
 
 
-@pytest.mark.parametrize(("parallel", "calls"), [(True, 2), (False, 1)])
-def test_without_parallel_calls_the_reply_ends_after_the_first(
-    tokenizer: Tokenizer, parallel: bool, calls: int
-) -> None:
+@pytest.mark.parametrize(("max_calls", "calls"), [(None, 2), (3, 2), (2, 2), (1, 1)])
+def test_the_reply_ends_after_so_many_calls(tokenizer: Tokenizer, max_calls: int | None, calls: int) -> None:
     markup = "<|close|>response<|sep|><|open|>tools<|sep|>" + CALL * 2
-    reply, reason, matched, events = read_chat(tokenizer, markup, thinking=False, parallel=parallel)
+    reply, reason, matched, events = read_chat(tokenizer, markup, thinking=False, max_calls=max_calls)
     assert len(reply.tool_calls) == calls
     assert sum(isinstance(event, ToolCallEnd) for event in events) == calls
     assert (reason, matched) == ("tool_calls", None)
+
+
+def test_calls_that_are_not_allowed_are_left_out(tokenizer: Tokenizer) -> None:
+    markup = "Hi<|close|>response<|sep|><|open|>tools<|sep|>" + CALL * 2
+    reply, reason, _, _ = read_chat(tokenizer, markup, thinking=False, max_calls=0)
+    assert (reply.content, reply.tool_calls, reason) == ("Hi", (), "stop")
 
 
 def test_a_call_that_was_cut_off_is_not_the_reason(tokenizer: Tokenizer) -> None:

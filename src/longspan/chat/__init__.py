@@ -1,5 +1,6 @@
 """Text in and out: tokenizer, XTML prompts, replies read back, forced tool calls."""
 
+from longspan.chat.check import check_messages
 from longspan.chat.forced_call import ForcedToolCall
 from longspan.chat.render import DEFAULT_EFFORT, EFFORTS, ImageSlot, render
 from longspan.chat.reply import (
@@ -37,6 +38,7 @@ __all__ = [
     "ToolCallArguments",
     "ToolCallEnd",
     "ToolCallStart",
+    "check_messages",
     "collect",
     "forced_functions",
     "render",

@@ -8,8 +8,8 @@ What goes where, for any input, well-formed or not:
 - A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is
   ignored, and its body belongs to where it stands; so does the body of a call without a name.
 - A call that the reply's end cuts off stays, not `complete`, with the part of its arguments that came.
-- A known tag without its sep counts if a control token follows. Text that stands in a tag, beside its name and
-  attributes, belongs to the tag's body; a tag that is unknown or lacks its attributes is then text as a whole.
+- A known tag without its sep counts if a control token follows. Text in a tag, beside name and attributes,
+  belongs to the tag's body; a tag that is unknown or lacks its attributes is then text as a whole.
 - A tag that the reply's end cuts off is dropped, if it holds nothing but the beginning of a known tag.
 - The reply is over at end-of-message; what follows is not read.
 

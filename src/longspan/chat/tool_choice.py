@@ -28,7 +28,7 @@ def forced_functions(
         case "required":
             what = '`tool_choice` is "required", but no tools are declared.'
             raise RequestError(what, param="tool_choice", remedy="Declare them in `tools`.")
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name), **more}, **others} if not (more or others):
             pass
         case other:
             legal = 'Legal: "auto", "none", "required", {"type": "function", "function": {"name": ...}}.'

@@ -15,6 +15,7 @@ from longspan.chat import (
     ReplyParser,
     Tokenizer,
     ToolCall,
+    check_messages,
     collect,
     forced_functions,
     render,
@@ -147,7 +148,6 @@ class LLM:
         tool_choice: str | dict[str, Any] | None = None,
         thinking: bool = True,
         thinking_effort: str | None = DEFAULT_EFFORT,
-        response_format: dict[str, Any] | None = None,
         use_progress: bool = True,
     ) -> list[RequestOutput[ChatChoice]]:
         """Answers one conversation or each of several, of OpenAI-style messages.
@@ -157,16 +157,18 @@ class LLM:
         """
         many: list[Conversation] = _conversation_list(messages)
         every_params = _params_list(sampling_params or SamplingParams(max_tokens=None), len(many))
+        if not isinstance(thinking, bool):
+            raise RequestError(f"thinking is {thinking!r}.", param="thinking", remedy="Give True or False.")
         tokenizer = self.tokenizer
         requests = []
         for conversation, params in zip(many, every_params, strict=True):
+            check_messages(conversation)
             segments = render(
                 conversation,
                 tools,
                 thinking=thinking,
                 thinking_effort=thinking_effort,
                 tool_choice=tool_choice,
-                response_format=response_format,
                 images=(),
             )
             forced = forced_functions(tool_choice, tools, conversation)
@@ -175,7 +177,7 @@ class LLM:
                     self._next_id(),
                     tokenizer.encode_segments(segments),
                     params,
-                    _chat_reader(tokenizer, params, thinking),
+                    _chat_reader(tokenizer, params, thinking, max_calls=0 if tool_choice == "none" else None),
                     _constraint(tokenizer, forced, thinking) if forced else None,
                 )
             )
@@ -320,8 +322,10 @@ def _params_list(
     return params
 
 
-def _chat_reader(tokenizer: Tokenizer, params: SamplingParams, thinking: bool) -> Callable[[], ChatReader]:
-    return lambda: ChatReader(ReplyParser(tokenizer, thinking=thinking), params)
+def _chat_reader(
+    tokenizer: Tokenizer, params: SamplingParams, thinking: bool, max_calls: int | None
+) -> Callable[[], ChatReader]:
+    return lambda: ChatReader(ReplyParser(tokenizer, thinking=thinking), params, max_calls=max_calls)
 
 
 def _constraint(tokenizer: Tokenizer, names: list[str], thinking: bool) -> Callable[[], TokenConstraint]:

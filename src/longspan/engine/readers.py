@@ -14,7 +14,9 @@ from longspan.chat import (
     ReplyParser,
     StopMatcher,
     Tokenizer,
+    ToolCallArguments,
     ToolCallEnd,
+    ToolCallStart,
 )
 from longspan.chat.reply import Event
 from longspan.engine.output import FinishReason, TextDelta
@@ -80,21 +82,19 @@ class TextReader:
 class ChatReader:
     """Reads a chat reply into the events of `longspan.chat`.
 
-    With `parallel_tool_calls` False the reply is over after its first complete call.
+    The reply is over after `max_calls` complete tool calls. With 0 those that come are left out.
     """
 
-    def __init__(
-        self, parser: ReplyParser, params: SamplingParams, *, parallel_tool_calls: bool = True
-    ) -> None:
+    def __init__(self, parser: ReplyParser, params: SamplingParams, *, max_calls: int | None = None) -> None:
         self._parser = parser
         self._stops = _Stops(params)
-        self._parallel_tool_calls = parallel_tool_calls
+        self._max_calls = max_calls
         self._complete_calls = 0
 
     @property
     def done(self) -> bool:
-        one_is_enough = self._complete_calls > 0 and not self._parallel_tool_calls
-        return one_is_enough or self._stops.matched is not None
+        enough_calls = bool(self._max_calls) and self._complete_calls == self._max_calls
+        return enough_calls or self._stops.matched is not None
 
     @property
     def stop_string(self) -> str | None:
@@ -119,7 +119,10 @@ class ChatReader:
                 kept += _content(self._stops.filter(event.text))
                 continue
             # The answer is over, so what is held back can't become a stop string any more.
-            kept += [*_content(self._stops.flush()), event]
+            kept += _content(self._stops.flush())
+            if self._max_calls == 0 and isinstance(event, ToolCallStart | ToolCallArguments | ToolCallEnd):
+                continue
+            kept.append(event)
             self._complete_calls += isinstance(event, ToolCallEnd)
         return kept
 

@@ -69,7 +69,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
         make_reader=lambda: ChatReader(
             ReplyParser(service.tokenizer, thinking=prompt.in_reasoning),
             params,
-            parallel_tool_calls=body.parallel_tool_calls,
+            max_calls=0 if body.tool_choice == "none" else None if body.parallel_tool_calls else 1,
         ),
         make_constraint=_constraint(service, prompt),
     )
@@ -109,7 +109,7 @@ async def stream_chat(service: Service, call: ChatCall) -> AsyncGenerator[dict[s
                     yield chunk(step.index, delta, logprobs)
                     logprobs = None
             if step.finish:
-                yield chunk(step.index, {}, logprobs, _end(call, step.finish))
+                yield chunk(step.index, {}, logprobs, _end(step.finish))
             elif logprobs:
                 yield chunk(step.index, {}, logprobs)
     if options and options.include_usage:
@@ -135,7 +135,7 @@ async def complete_chat(service: Service, call: ChatCall) -> dict[str, Any]:
             "index": index,
             "message": collect(choice.events).to_message(),
             "logprobs": _logprobs(service, call.body, choice.logprobs),
-            **_end(call, choice.finish),
+            **_end(choice.finish),
         }
         for index, choice in enumerate(choices)
         if choice.finish
@@ -159,12 +159,9 @@ def _usage(service: Service, call: ChatCall) -> Usage:
 
 def _kept(call: ChatCall, events: list[Event]) -> list[Event]:
     """The events that the caller asked to see."""
-    hidden: tuple[type, ...] = ()
-    if not call.body.include_reasoning:
-        hidden += (ReasoningDelta,)
-    if not call.prompt.calls_allowed:
-        hidden += (ToolCallStart, ToolCallArguments, ToolCallEnd)
-    return [event for event in events if not isinstance(event, hidden)]
+    if call.body.include_reasoning:
+        return events
+    return [event for event in events if not isinstance(event, ReasoningDelta)]
 
 
 def _delta(event: Event) -> dict[str, Any]:
@@ -188,8 +185,5 @@ def _logprobs(service: Service, body: ChatRequest, steps: list[TokenLogprobs]) -
     return {"content": chat_logprobs(service.tokenizer, steps, body.top_logprobs or 0)}
 
 
-def _end(call: ChatCall, finish: Finish) -> dict[str, Any]:
-    reason = finish.reason
-    if reason == "tool_calls" and not call.prompt.calls_allowed:
-        reason = "stop"
-    return {"finish_reason": reason, "stop_reason": finish.stop_reason}
+def _end(finish: Finish) -> dict[str, Any]:
+    return {"finish_reason": finish.reason, "stop_reason": finish.stop_reason}

@@ -5,29 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.chat import Segment, Tokenizer, forced_functions, render
+from longspan.chat import Segment, Tokenizer, check_messages, forced_functions, render
 from longspan.chat.xtml import close_tag, open_tag, text
 from longspan.errors import RequestError
-from longspan.serve.messages import ThinkingOptions, check_messages, thinking_options
 from longspan.serve.protocol import ChatRequest, TokenizeRequest
+from longspan.serve.thinking import ThinkingOptions, thinking_options
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
     """`in_reasoning`: the prompt ends inside the think channel, so the reply starts there.
 
-    `forced`: functions of which one must be called; without any the model decides, if `calls_allowed`.
+    `forced`: functions of which one must be called; without any the model decides.
     """
 
     token_ids: list[int]
     in_reasoning: bool
     forced: list[str]
-    calls_allowed: bool
 
 
 def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
     """Renders and encodes a chat. Raises RequestError naming the field that is wrong."""
-    messages = check_messages(body.messages or [])
+    messages = body.messages or []
+    check_messages(messages)
     thinking = thinking_options(body.reasoning_effort, body.thinking, body.chat_template_kwargs)
     forced = forced_functions(body.tool_choice, body.tools, messages)
     partial = _partial_reply(messages, thinking) if body.continue_final_message else None
@@ -43,9 +43,7 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> Ch
     if partial is not None:
         segments += partial.segments
     in_reasoning = thinking.enabled and not (partial and partial.in_response)
-    return ChatPrompt(
-        tokenizer.encode_segments(segments), in_reasoning, forced, calls_allowed=body.tool_choice != "none"
-    )
+    return ChatPrompt(tokenizer.encode_segments(segments), in_reasoning, forced)
 
 
 @dataclass(frozen=True)

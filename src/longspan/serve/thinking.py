@@ -1,54 +1,12 @@
-"""What a server asks of chat messages and template options beyond what `longspan.chat` needs to render them.
-
-The structure of messages is checked by `longspan.chat`. Here fields are looked at by name, because one that
-is mistyped or not supported would silently vanish from the prompt.
-"""
+"""Whether and how much to think, from the several places where clients say so."""
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.chat.render import DEFAULT_EFFORT, EFFORTS
+from longspan.chat import DEFAULT_EFFORT, EFFORTS
 from longspan.errors import RequestError
-
-_PLAIN = {"role", "content", "name"}
-_FIELDS = {
-    "system": _PLAIN | {"tools"},
-    "developer": _PLAIN | {"tools"},
-    "user": _PLAIN,
-    "assistant": _PLAIN | {"reasoning_content", "reasoning", "tool_calls"},
-    "tool": _PLAIN | {"tool", "tool_call_id", "id"},
-}
-# An SDK sends a reply back as it dumped it, with these fields empty.
-_EMPTY_WHEN_DUMPED = {"refusal", "audio", "function_call", "annotations"}
-
-
-def check_messages(messages: list[Any]) -> list[Any]:
-    """The messages, if no field in them would be ignored. Raises RequestError naming the field."""
-    if not messages:
-        raise RequestError("`messages` is empty.", param="messages", remedy="Send at least one message.")
-    for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if isinstance(role, str) and role in _FIELDS:
-            _check_fields(message, f"messages[{i}]")
-    return messages
-
-
-def _check_fields(message: dict[str, Any], where: str) -> None:
-    role = message["role"]
-    known = _FIELDS[role]
-    for name, value in message.items():
-        if name in known or value is None or (name in _EMPTY_WHEN_DUMPED and not value):
-            continue
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        remedy = f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(sorted(known))}."
-        what = f"A message of role {role} has no field `{name}` here."
-        raise RequestError(what, param=f"{where}.{name}", remedy=remedy)
-    if message.get("content") is None and role != "assistant" and not message.get("tools"):
-        what = f"`{where}.content` is missing."
-        raise RequestError(what, param=f"{where}.content", remedy="Send a string or a list of text parts.")
 
 
 @dataclass(frozen=True)
