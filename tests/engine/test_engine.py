@@ -14,6 +14,7 @@ from torch import Tensor
 from longspan.config import ModelConfig
 from longspan.engine.readers import TextReader
 from longspan.engine.request import SamplingParams
+from longspan.engine.sampler import token_logprobs
 from longspan.errors import NonFiniteError, RequestError
 from longspan.ops.batch import StepBatch
 
@@ -291,6 +292,42 @@ def test_a_step_that_raises_fails_whom_it_served_and_the_engine_goes_on(config: 
     assert all("out of luck" in str(answer.finish and answer.finish.error) for answer in answers.values())
     finish(engine, answers)
     assert answers["waiting", 0].token_ids == expected["waiting", 0].token_ids
+
+
+def test_prompt_logprobs_that_raise_fail_their_own_request(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [make_request(name, PROMPT, prompt_logprobs=n) for name, n in (("good", 1), ("bad", 2))]
+    requests.append(make_request("other", PROMPT, logprobs=1))
+    expected = run(make_engine(FakeModel(config)), *requests)
+
+    def picky(logits: Tensor, token_ids: list[int], top_n: int) -> list:
+        if top_n == 2:
+            raise ValueError("out of luck")
+        return token_logprobs(logits, token_ids, top_n)
+
+    monkeypatch.setattr("longspan.engine.engine.token_logprobs", picky)
+    answers = run(make_engine(FakeModel(config)), *requests)
+    assert "out of luck" in str(answers["bad", 0].finish and answers["bad", 0].finish.error)
+    for name in ("good", "other"):
+        assert answers[name, 0].token_ids == expected[name, 0].token_ids
+        assert answers[name, 0].prompt_logprobs == expected[name, 0].prompt_logprobs
+
+
+def test_sampling_that_raises_on_one_request_fails_no_other(config: ModelConfig) -> None:
+    """An id beyond the vocabulary from a constraint breaks the indexing of the whole batch."""
+
+    class Beyond(Anything):
+        def allowed(self) -> list[int]:
+            return [10**30]
+
+    requests = [make_request(name, PROMPT, temperature=1.0, seed=3) for name in ("a", "b")]
+    expected = run(make_engine(FakeModel(config)), *requests)
+    bad = make_request("bad", PROMPT, make_constraint=Beyond)
+    answers = run(make_engine(FakeModel(config)), requests[0], bad, requests[1])
+    assert answers["bad", 0].reason == "error"
+    for name in ("a", "b"):
+        assert answers[name, 0].token_ids == expected[name, 0].token_ids
 
 
 def test_a_reader_that_raises_fails_its_own_request(fake: FakeModel) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from longspan.engine.sampler import Sampled, Sampler, token_logprobs
 from longspan.engine.sequence import Sequence
+from longspan.errors import LongspanError, NonFiniteError
 from longspan.ops.backend import TORCH
+from longspan.ops.sampling import TokenCounts
 
 VOCAB = 12
 EOS = 11
@@ -62,6 +65,41 @@ def test_what_was_given_is_not_changed() -> None:
     before = logits.clone()
     sample(logits, sequence(logit_bias={1: 5.0}, presence_penalty=1.0, min_tokens=3, temperature=0.7))
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_edits_that_leave_no_number_fail_their_row_alone(value: float, temperature: float) -> None:
+    def spoil(logits: Tensor, counts: TokenCounts, *_: Tensor) -> Tensor:
+        return logits.index_put((counts.rows, counts.tokens), torch.tensor(value))
+
+    logits = logits_for(rows=3)
+    spoiled = sequence(presence_penalty=1.0, temperature=temperature)
+    ops = replace(TORCH, apply_penalties=spoil)
+    first, second, third = Sampler(ops, (EOS,)).sample(logits, [sequence(), spoiled, sequence()])
+    assert isinstance(second, NonFiniteError)
+    assert [s.token_id for s in (first, third) if isinstance(s, Sampled)] == logits[[0, 2]].argmax(
+        -1
+    ).tolist()
+
+
+@pytest.mark.parametrize("operator", ["apply_penalties", "filter_logits", "choose"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_row_on_which_sampling_raises_fails_alone(operator: str, size: int) -> None:
+    genuine = getattr(TORCH, operator)
+
+    def picky(logits: Tensor, *rest: Any) -> Tensor:
+        if bool((logits.amax(-1) - logits.amin(-1) > 500).any()):
+            raise ValueError("out of luck")
+        return genuine(logits, *rest)
+
+    seqs = [sequence(seed=i, temperature=1.0, presence_penalty=0.5) for i in range(size)]
+    logits = logits_for(rows=size)
+    expected = sample(logits, *seqs)
+    logits[-1, 3] = -1000.0
+    *others, culprit = Sampler(replace(TORCH, **{operator: picky}), (EOS,)).sample(logits, seqs)
+    assert isinstance(culprit, LongspanError) and "out of luck" in str(culprit)
+    assert [s.token_id for s in others if isinstance(s, Sampled)] == expected[:-1]
 
 
 def test_frequencies_follow_the_softmax_at_this_temperature() -> None:

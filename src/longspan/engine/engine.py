@@ -137,22 +137,27 @@ class Engine:
             return []
         try:
             results = self._runner.run(scheduled)
-            finite = [result for result in results if result.finite]
-            for result in finite:
-                _collect_prompt_logprobs(result)
-            ready = [result for result in finite if result.next_token is not None]
-            sampled = self._sample(ready)
         except Exception as error:
             # Whatever was half done to these sequences, the others have not been touched.
             logger.exception("a step failed")
             outputs = [self._fail(item.seq, unexpected(error)) for item in scheduled]
         else:
-            broken = [result.seq for result in results if not result.finite]
-            outputs = [self._fail(seq, non_finite()) for seq in broken]
-            outputs += [self._accept(r.seq, token) for r, token in zip(ready, sampled, strict=True)]
+            outputs = self._take(results)
         if not self.has_work:
             self.memory.check()
         return outputs
+
+    def _take(self, results: list[SequenceLogits]) -> list[StepOutput]:
+        """What each sequence makes of its logits. From here on a failure is that of one sequence."""
+        outputs, ready = [], []
+        for result in results:
+            error = _collect_prompt_logprobs(result) if result.finite else non_finite()
+            if error:
+                outputs.append(self._fail(result.seq, error))
+            elif result.next_token is not None:
+                ready.append(result)
+        sampled = self._sample(ready)
+        return outputs + [self._accept(r.seq, token) for r, token in zip(ready, sampled, strict=True)]
 
     def _sample(self, ready: list[SequenceLogits]) -> list[Sampled | LongspanError]:
         rows = [result.next_token for result in ready if result.next_token is not None]
@@ -245,10 +250,16 @@ def _weight_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.safetensors"))
 
 
-def _collect_prompt_logprobs(result: SequenceLogits) -> None:
+def _collect_prompt_logprobs(result: SequenceLogits) -> LongspanError | None:
+    """Adds those of this step to the sequence; an error if that fails."""
     seq = result.seq
     if seq.prompt_logprobs is None or not len(result.prompt):
-        return
+        return None
     start = len(seq.prompt_logprobs)
     targets = seq.tokens[start : start + len(result.prompt)]
-    seq.prompt_logprobs += token_logprobs(result.prompt, targets, seq.params.prompt_logprobs or 0)
+    try:
+        seq.prompt_logprobs += token_logprobs(result.prompt, targets, seq.params.prompt_logprobs or 0)
+    except Exception as error:
+        logger.exception("the log-probabilities of a prompt failed")
+        return unexpected(error)
+    return None

@@ -18,7 +18,14 @@ def unexpected(error: Exception) -> LongspanError:
 def non_finite() -> NonFiniteError:
     return NonFiniteError(
         "The model computed NaN or infinity for this request, so there is no answer to give.",
-        remedy="If it happens again, check the weights with `longspan inspect` or try --dtype float32.",
+        remedy="If a tensor of the checkpoint is corrupt, the log names it; otherwise try --dtype float32.",
+    )
+
+
+def non_finite_edits() -> NonFiniteError:
+    return NonFiniteError(
+        "The penalties of this request make NaN or infinity of the model's logits.",
+        remedy="Bring repetition_penalty nearer to 1.",
     )
 
 

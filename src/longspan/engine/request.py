@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from longspan.errors import RequestError
+from longspan.token_ids import shown, to_token_ids
 
 if TYPE_CHECKING:
     from longspan.engine.readers import Reader
 
 MAX_CHOICES = 128
+MAX_COUNT = 2**31 - 1  # of tokens, and the largest token id: more than any model has
+MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 10_000  # far beyond where all tokens are equally likely
+REPETITION_PENALTY = (0.01, 100)  # keeps float32 logits finite
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024  # characters
+SEED = (-(2**63), 2**64 - 1)
 
 
 @dataclass(frozen=True)
@@ -46,21 +53,21 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_CHOICES)
-        _number("temperature", self.temperature, 0, None)
+        _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
         _number("top_p", self.top_p, 0, 1, low_is_legal=False)
-        _integer("top_k", self.top_k, -1, None)
+        _integer("top_k", self.top_k, -1, MAX_COUNT)
         _number("min_p", self.min_p, 0, 1)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, None, low_is_legal=False)
+        _number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTY)
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+            _integer("seed", self.seed, *SEED)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens or MAX_COUNT)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, None)
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _illegal(name, getattr(self, name), "true or false")
@@ -75,7 +82,7 @@ class SamplingParams:
             _integer("logit_bias", token_id, 0, vocab_size - 1, what="token id")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, vocab_size)
+                _integer(name, getattr(self, name), 0, min(vocab_size, MAX_LOGPROBS))
 
     @property
     def greedy(self) -> bool:
@@ -86,14 +93,23 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
     def _normalise_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop = self.stop
+        if stop is None or isinstance(stop, str):
+            stop = () if stop is None else (stop,)
         if not isinstance(stop, list | tuple) or not all(isinstance(text, str) and text for text in stop):
             raise _illegal("stop", self.stop, "a non-empty string or a list of them")
-        ids = self.stop_token_ids or ()
+        if len(stop) > MAX_STOPS:
+            raise _too_many("stop", f"{len(stop)} strings", MAX_STOPS)
+        longest = max(map(len, stop), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise _too_many("stop", f"a string of {longest} characters", MAX_STOP_LENGTH)
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not isinstance(ids, list | tuple):
             raise _illegal("stop_token_ids", ids, "a list of token ids")
+        if len(ids) > MAX_STOPS:
+            raise _too_many("stop_token_ids", f"{len(ids)} token ids", MAX_STOPS)
         for token_id in ids:
-            _integer("stop_token_ids", token_id, 0, None)
+            _integer("stop_token_ids", token_id, 0, MAX_COUNT)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
@@ -103,7 +119,7 @@ class SamplingParams:
         if not isinstance(self.logit_bias, dict):
             raise _illegal("logit_bias", self.logit_bias, "a mapping of token ids to numbers")
         for token_id, bias in self.logit_bias.items():
-            _integer("logit_bias", token_id, 0, None, what="token id")
+            _integer("logit_bias", token_id, 0, MAX_COUNT, what="token id")
             _number("logit_bias", bias, -100, 100)
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
@@ -142,14 +158,7 @@ class Request:
                 param="prompt",
                 remedy="Send at least one token; there is no default one.",
             )
-        low, high = min(self.prompt_token_ids), max(self.prompt_token_ids)
-        if low < 0 or high >= vocab_size:
-            bad = low if low < 0 else high
-            raise RequestError(
-                f"The prompt has token id {bad}.",
-                param="prompt",
-                remedy=f"The model has ids 0 to {vocab_size - 1}.",
-            )
+        to_token_ids(self.prompt_token_ids, vocab_size)
         room = max_model_len - length
         if room < 1:
             raise RequestError(
@@ -169,20 +178,22 @@ class Request:
 
 
 def _illegal(name: str, value: Any, legal: str, what: str = "value") -> RequestError:
-    return RequestError(f"`{name}` has the {what} {value!r}.", param=name, remedy=f"Legal is {legal}.")
+    return RequestError(f"`{name}` has the {what} {shown(value)}.", param=name, remedy=f"Legal is {legal}.")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None, what: str = "value") -> None:
-    legal = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+def _too_many(name: str, found: str, most: int) -> RequestError:
+    return RequestError(f"`{name}` has {found}.", param=name, remedy=f"Legal are at most {most}.")
+
+
+def _integer(name: str, value: Any, low: int, high: int, what: str = "value") -> None:
     integer = isinstance(value, int) and not isinstance(value, bool)
-    if not integer or value < low or (high is not None and value > high):
-        raise _illegal(name, value, legal, what)
+    if not integer or not low <= value <= high:
+        raise _illegal(name, value, f"an integer from {low} to {high}", what)
 
 
-def _number(name: str, value: Any, low: float, high: float | None, low_is_legal: bool = True) -> None:
-    start = f"at least {low}" if low_is_legal else f"greater than {low}"
-    legal = f"a number {start}" + (f" and at most {high}" if high is not None else "")
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    too_low = not number or value < low or (value == low and not low_is_legal)
-    if too_low or (high is not None and value > high):
-        raise _illegal(name, value, legal)
+def _number(name: str, value: Any, low: float, high: float, low_is_legal: bool = True) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    # NaN is in no range.
+    if not number or not low <= value <= high or (value == low and not low_is_legal):
+        start = f"at least {low}" if low_is_legal else f"greater than {low}"
+        raise _illegal(name, value, f"a number {start} and at most {high}")

@@ -7,13 +7,14 @@ The arithmetic is in `ops/sampling.py`; here is which row gets what. Rows never 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longspan.engine.failures import nothing_left, unexpected
+from longspan.engine.failures import non_finite_edits, nothing_left, unexpected
 from longspan.engine.output import Logprob, TokenLogprobs
 from longspan.engine.sequence import Sequence
 from longspan.errors import LongspanError
@@ -49,19 +50,32 @@ class Sampler:
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled | LongspanError]:
         """logits [R, vocab] float32, finite, row r belongs to seqs[r]; not changed.
 
-        A row gives an error if its constraint raised or nothing is left to choose from.
+        A row gives an error if its constraint raised, nothing is left to choose from or anything else goes
+        wrong with it.
         """
+        try:
+            return self._sample(logits, seqs)
+        except Exception as error:
+            if len(seqs) == 1:
+                logger.exception("sampling failed")
+                return [unexpected(error)]
+        # Rows don't see each other, so alone only the one at fault fails again.
+        return [self.sample(logits[row : row + 1], [seq])[0] for row, seq in enumerate(seqs)]
+
+    def _sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled | LongspanError]:
         limits = [_limits(seq) for seq in seqs]
         edited = self._edit(logits, seqs, limits)
         chosen = self._choose(edited, seqs)
-        possible = edited.gather(1, torch.tensor(chosen)[:, None])[:, 0].isfinite().tolist()
+        best = edited.amax(-1).tolist()  # NaN if there is one in the row
         results: list[Sampled | LongspanError] = []
         for row, (seq, limit, token_id) in enumerate(zip(seqs, limits, chosen, strict=True)):
             wanted = seq.params.logprobs
             if isinstance(limit, LongspanError):
                 results.append(limit)
-            elif not possible[row]:
+            elif best[row] == -math.inf:
                 results.append(nothing_left())
+            elif not math.isfinite(best[row]):
+                results.append(non_finite_edits())
             elif wanted is None:
                 results.append(Sampled(token_id, None))
             else:
@@ -124,7 +138,7 @@ class Sampler:
             rows = self._ops.filter_logits(
                 rows,
                 torch.tensor([p.temperature for p in params], dtype=torch.float32),
-                torch.tensor([max(p.top_k, 0) for p in params], dtype=torch.int64),
+                torch.tensor([min(max(p.top_k, 0), logits.shape[1]) for p in params], dtype=torch.int64),
                 torch.tensor([p.top_p for p in params], dtype=torch.float32),
                 torch.tensor([p.min_p for p in params], dtype=torch.float32),
             )
