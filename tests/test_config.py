@@ -372,7 +372,15 @@ def test_an_indexer_without_top_k_prints_the_fields_that_were_found():
 
 
 @pytest.mark.parametrize(
-    "layers", [[4, 8], [3, 7, 11], "all", [*range(3, 92, 4), 92], [*range(4, 93, 4), 93, 93]]
+    "layers",
+    [
+        [4, 8],
+        [3, 7, 11],
+        "all",
+        [*range(3, 92, 4), 92],
+        [*range(4, 93, 4), 93, 93],
+        [*map(str, range(4, 93, 4)), "93"],
+    ],
 )
 def test_indexer_layers_must_be_the_full_attention_layers(layers):
     with pytest.raises(

@@ -161,7 +161,9 @@ def read_indexer(
                 f"under one of {', '.join(names)}. Found: {fields}."
             )
     if layers is not None and (
-        not isinstance(layers, list) or sorted(map(str, layers)) != sorted(map(str, full_layers))
+        not isinstance(layers, list)
+        or any(type(layer) is not int for layer in layers)
+        or sorted(layers) != sorted(full_layers)
     ):
         raise ConfigError(
             f"The layers in {place} are {shown(layers)} but linear_attn_config.full_attn_layers is "

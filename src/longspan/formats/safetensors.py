@@ -296,6 +296,8 @@ def _tensor_info(name: str, entry: Any, file: Path, data_start: int) -> TensorIn
         raise CheckpointError(f"{file}: {name!r} has dtype {dtype!r}; known are {', '.join(DTYPES)}.")
     if not isinstance(shape, list) or not all(map(_is_count, shape)):
         raise CheckpointError(f"{file}: {name!r} has shape {shape!r}; sizes of at least 0 were expected.")
+    if math.prod(size or 1 for size in shape) >= 2**63:  # an empty tensor too needs strides
+        raise CheckpointError(f"{file}: {name!r} has shape {shape!r}, larger than any memory.")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
         raise CheckpointError(f"{file}: {name!r} has data_offsets {offsets!r}; [begin, end] was expected.")
     begin, end = offsets
