@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -139,12 +140,36 @@ def test_expert_groups_are_honoured() -> None:
     assert not torch.allclose(build(grouped, tensors).forward(ids), build(plain, tensors).forward(ids))
 
 
-@pytest.mark.parametrize("bad", [[-1], [3, 61]])
-def test_forward_refuses_ids_outside_the_vocabulary(
-    bad: list[int], model_of: Callable[[str], Decoder]
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([-1], "0 to 60"),
+        ([3, 61], "the token id 61.* 0 to 60"),
+        (torch.tensor([3, 61]), "the token id 61"),
+        ([10**30], "the token id 1000"),
+        ([1.5], r"Item 0 of `token_ids` is 1\.5"),
+        ([True], "Item 0 of `token_ids` is True"),
+        ([1, None], "Item 1 of `token_ids` is None"),
+        ([[1, 2]], r"Item 0 of `token_ids` is \[1, 2\]"),
+        (torch.ones(2), r"Item 0 of `token_ids` is 1\.0"),
+        (torch.ones(2, dtype=torch.bool), "is True"),
+        (torch.ones(1, 2, dtype=torch.int64), r"is \[1, 1\]"),
+        (7, "`token_ids` is 7"),
+        ("ab", "`token_ids` is 'ab'"),
+    ],
+)
+def test_forward_refuses_what_is_no_list_of_ids_of_the_vocabulary(
+    bad: Any, message: str, model_of: Callable[[str], Decoder]
 ) -> None:
-    with pytest.raises(RequestError, match="0 to 60"):
+    with pytest.raises(RequestError, match=message) as caught:
         model_of("k3.1").forward(bad)
+    assert caught.value.param == "token_ids"
+
+
+def test_forward_takes_integers_of_every_kind(model_of: Callable[[str], Decoder]) -> None:
+    want = model_of("k3").forward([3, 4, 5])
+    for ids in (range(3, 6), (3, 4, 5), torch.tensor([3, 4, 5], dtype=torch.int16), list(torch.arange(3, 6))):
+        assert torch.equal(model_of("k3").forward(ids), want)
 
 
 @pytest.mark.parametrize("kind", ["kimi-linear", "k3", "k3.1"])

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support.random_checkpoint import published_config, random_tensors, write_checkpoint
+from support.serving import make_engine, make_request, run
 from torch import Tensor
 
 import longspan
-from longspan.errors import CheckpointError, ConfigError
+from longspan.errors import CheckpointError, ConfigError, NonFiniteError
 from longspan.formats.safetensors import save_checkpoint
 from longspan.ops.experts import MxfpWeight
 
@@ -97,16 +99,28 @@ def test_bfloat16_weights_lie_in_the_mapped_file_and_float32_ones_are_converted(
         assert isinstance(expert, MxfpWeight) and in_file(expert.packed) and in_file(expert.scale)
 
 
-def test_a_nan_exponent_is_reported_by_name_when_its_expert_is_first_hit(tmp_path: Path) -> None:
-    values = published_config("k3", packed=True)
+@pytest.mark.parametrize("layer", [1, 4])
+@pytest.mark.parametrize("matrix", ["w1", "w2", "w3"])
+@pytest.mark.parametrize(("byte", "found"), [(255, "255"), (254, r"2\*\*127")])
+def test_a_corrupt_expert_is_logged_once_and_ends_only_requests_that_hit_it(
+    layer: int, matrix: str, byte: int, found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = published_config("k3.1", packed=True)
     tensors = random_tensors(values)
-    name = "model.layers.2.block_sparse_moe.experts.4.w3.weight_scale"
-    tensors[name][1, 0] = 255
-    model = longspan.load_model(write(tmp_path / "nan", values, tensors), dtype="float32")
-    bank = model.weights.layers[2].ffn.bank
-    assert bank[3].up is not None
-    with pytest.raises(CheckpointError, match=rf"{name}.*255"):
-        bank[4]
+    clean = longspan.load_model(write(tmp_path / "clean", values, tensors), dtype="float32")
+    name = f"model.layers.{layer}.block_sparse_moe.experts.4.{matrix}.weight_scale"
+    tensors[name][1, 0] = byte
+    model = longspan.load_model(write(tmp_path / "corrupt", values, tensors), dtype="float32")
+    requests = [make_request(str(token), [token], max_tokens=1) for token in range(3, 35)]
+    expected = run(make_engine(clean, num_slots=32), *requests)
+    answers = run(make_engine(model, num_slots=32), *requests)
+    failed = [answer for answer in answers.values() if answer.reason == "error"]
+    assert 0 < len(failed) < len(answers)
+    assert all(isinstance(answer.finish and answer.finish.error, NonFiniteError) for answer in failed)
+    for key, answer in answers.items():
+        assert answer in failed or answer.token_ids == expected[key].token_ids
+    (record,) = caplog.records
+    assert re.search(rf"{name}: .*{found}", record.message)
 
 
 def test_loading_touches_no_expert(tmp_path: Path, monkeypatch) -> None:

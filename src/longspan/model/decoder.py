@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from longspan.config import ModelConfig
-from longspan.errors import RequestError
 from longspan.memory.layout import allocate_views
 from longspan.model.weights import (
     DecoderWeights,
@@ -29,6 +28,7 @@ from longspan.model.weights import (
 )
 from longspan.ops.backend import Operators
 from longspan.ops.batch import KdaView, LayerView, MlaView, StepBatch
+from longspan.token_ids import to_token_ids
 
 # Called with ("layer_output", layer, [T, hidden]) after each layer and, where the indexer chose,
 # ("selected", layer, [T, top_k] int64).
@@ -52,20 +52,14 @@ class Decoder:
     def forward(self, token_ids: Sequence[int] | Tensor, observe: Observer | None = None) -> Tensor:
         """Token ids of one sequence [T] -> logits [T, vocab] float32 of every position, in one uncached step.
 
-        Raises RequestError for an id outside the vocabulary.
+        Raises RequestError for what is no list of ids of the vocabulary.
         """
-        ids = torch.as_tensor(token_ids, dtype=torch.int64)
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
-            raise RequestError(
-                f"Token ids range from {int(ids.min())} to {int(ids.max())}.",
-                param="token_ids",
-                remedy=f"Use ids from 0 to {self.config.vocab_size - 1}.",
-            )
-        tokens = ids.shape[0]
+        ids = to_token_ids(token_ids, self.config.vocab_size, "token_ids")
+        tokens = len(ids)
         pages = -(-tokens // FORWARD_PAGE_SIZE)
         rows = torch.arange(tokens)
         batch = StepBatch(
-            token_ids=ids,
+            token_ids=torch.tensor(ids, dtype=torch.int64),
             query_starts=torch.tensor([0, tokens]),
             context_lens=torch.tensor([0]),
             block_tables=torch.arange(pages)[None],

@@ -6,6 +6,7 @@ a time. Routed experts are looked up when first hit and never unpacked, so start
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,13 +16,17 @@ from torch import Tensor
 
 from longspan.config import ModelConfig
 from longspan.errors import CheckpointError
-from longspan.formats.mx import E8M0_NAN
+from longspan.formats.mx import dequantize_mxfp4
 from longspan.formats.progress import track
 from longspan.formats.safetensors import Checkpoint
 from longspan.ops.experts import ExpertWeights, MxfpWeight
 from longspan.ops.kda import KdaWeights
 from longspan.ops.mla_prologue import IndexerWeights, MlaWeights, QueryLora
 from longspan.ops.router import RouterWeights
+
+logger = logging.getLogger(__name__)
+
+LARGEST_SAFE_SCALE = 252  # 6, the largest FP4 value, times 2**125; float32 and bfloat16 end below 2**128
 
 
 @dataclass(frozen=True)
@@ -277,7 +282,8 @@ class _Reader:
 class LazyExperts(Sequence[ExpertWeights]):
     """The experts of one layer, looked up when first hit. Whether one is packed is what its file says.
 
-    Raises CheckpointError, naming the tensor, when an expert that is hit holds an E8M0 scale of 255 (NaN).
+    A packed matrix that is corrupt reads as NaN, so that only tokens that hit its expert are lost; the log
+    names it, once.
     """
 
     def __init__(self, source: TensorSource, prefix: str, count: int) -> None:
@@ -306,10 +312,12 @@ class LazyExperts(Sequence[ExpertWeights]):
     def _matrix(self, name: str) -> MxfpWeight | Tensor:
         if f"{name}.weight" in self._source:
             return self._source.tensor(f"{name}.weight")
+        packed = self._source.tensor(f"{name}.weight_packed")
         scale = self._source.tensor(f"{name}.weight_scale")
-        if bool((scale == E8M0_NAN).any()):
-            raise CheckpointError(
-                f"{name}.weight_scale holds scale byte {E8M0_NAN} (NaN); legal are 0 to {E8M0_NAN - 1}.",
-                remedy="The file is corrupt: download it again.",
-            )
-        return MxfpWeight(self._source.tensor(f"{name}.weight_packed"), scale)
+        if int(scale.max()) > LARGEST_SAFE_SCALE:
+            try:
+                dequantize_mxfp4(packed, scale)
+            except CheckpointError as error:
+                logger.error("%s.weight_scale: %s Requests that need it end with an error.", name, error)
+                return torch.tensor(torch.nan).expand(packed.shape[0], 2 * packed.shape[1])
+        return MxfpWeight(packed, scale)
