@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+from typing import Any
 
 import pytest
+import torch
 
 from longspan.engine.options import EngineOptions, add_engine_arguments
 from longspan.errors import CapacityError
@@ -32,15 +35,41 @@ def test_page_size_and_cache_have_two_names() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float16"}, "Choose one of: bfloat16, float32"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0. It must be greater than 0"),
+        ({"dtype": "float16"}, "dtype is 'float16'. Legal is one of auto, bfloat16, float32"),
+        ({"dtype": None}, "dtype is None"),
+        ({"backend": 3}, "backend is 3"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0. Legal is an integer from 1 to"),
         ({"page_size": -1}, "page_size is -1"),
         ({"cache_gib": 0.0}, r"cache_gib is 0\.0"),
         ({"cache_gib": float("nan")}, "cache_gib is nan"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ({"max_model_len": 1}, "at least 2"),
+        ({"cache_gib": "2"}, "cache_gib is '2'"),
+        ({"max_model_len": 1}, "from 2 to"),
+        ({"page_size": None}, "page_size is None"),
+        ({"max_num_batched_tokens": None}, "max_num_batched_tokens is None"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict, message: str) -> None:
     with pytest.raises(CapacityError, match=message):
         EngineOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "name", ["max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "cache_gib", "seed"]
+)
+@pytest.mark.parametrize(
+    "value", [math.inf, -math.inf, math.nan, -1.5, 10**400, -(10**30), True, "7", [7], 1.5]
+)
+def test_a_number_of_the_wrong_kind_or_size_is_refused_by_name(name: str, value: Any) -> None:
+    if name == "cache_gib" and value == 1.5:
+        assert EngineOptions(cache_gib=value).cache_gib == 1.5
+        return
+    with pytest.raises(CapacityError, match=f"^{name} is ") as caught:
+        EngineOptions(**{name: value})
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", torch.bfloat16])
+def test_the_dtype_is_that_of_the_checkpoint_unless_another_is_named(dtype: Any) -> None:
+    assert EngineOptions(dtype=dtype) == EngineOptions() == parse("--dtype", "auto")
+    assert EngineOptions(dtype=torch.float32).dtype == "float32"  # type: ignore[arg-type]

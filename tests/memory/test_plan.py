@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from longspan.config import ModelConfig, load_config
 from longspan.errors import CapacityError
 from longspan.memory.activations import activation_bytes
 from longspan.memory.layout import allocate_views
-from longspan.memory.plan import GIB, MemoryPlan, available_memory, plan_memory, show_bytes
+from longspan.memory.plan import GIB, MemoryPlan, available_memory, left_in_container, plan_memory, show_bytes
 from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
 from longspan.model.loader import load_model
 from longspan.ops.batch import KdaView
@@ -102,6 +103,52 @@ def test_the_default_never_takes_more_than_half_of_what_the_weights_leave(config
     made = plan(big, weight_bytes=6 * GIB)
     assert made.cache_bytes <= GIB
     assert made.max_model_len < config.max_position
+
+
+def suggested(error: CapacityError, flag: str) -> float:
+    found = re.search(rf"--{flag} (?:to )?([0-9.]+)", error.remedy.removesuffix("."))
+    assert found, error.remedy
+    return float(found[1].rstrip("."))
+
+
+@pytest.mark.parametrize("available", [GIB, 8 * GIB])
+@pytest.mark.parametrize("weights", [0, GIB // 2, 100 * GIB])
+@pytest.mark.parametrize("gib", [9, 1e6, 2e9])
+def test_a_larger_cache_than_the_machine_has_is_refused_with_the_largest(
+    config: ModelConfig, available: int, weights: int, gib: float
+) -> None:
+    given = {"available_bytes": available, "weight_bytes": weights}
+    with pytest.raises(CapacityError, match="don't fit") as caught:
+        plan(config, cache_gib=gib, **given)
+    largest = suggested(caught.value, "cache-gib")
+    made = plan(config, cache_gib=largest, **given)
+    assert made.cache_bytes + made.activation_bytes <= max(available - weights, available // 4)
+    with pytest.raises(CapacityError):
+        plan(config, cache_gib=largest + 0.02, **given)
+
+
+@pytest.mark.parametrize("cache_gib", [None, 0.01])
+@pytest.mark.parametrize("tokens", [10**7, 10**9, 2**31 - 1])
+def test_a_larger_step_than_the_machine_holds_is_refused_with_the_largest(
+    config: ModelConfig, cache_gib: float | None, tokens: int
+) -> None:
+    with pytest.raises(CapacityError, match="don't fit") as caught:
+        plan(config, cache_gib=cache_gib, max_num_batched_tokens=tokens)
+    largest = int(suggested(caught.value, "max-num-batched-tokens"))
+    assert largest > 512
+    assert plan(config, cache_gib=cache_gib, max_num_batched_tokens=largest).activation_bytes <= 8 * GIB
+    with pytest.raises(CapacityError):
+        plan(config, cache_gib=cache_gib, max_num_batched_tokens=largest + 1)
+
+
+def test_a_container_has_its_limit_less_what_is_in_use_but_for_cached_files(tmp_path: Path) -> None:
+    for name, text in {
+        "max": "1000\n",
+        "current": "700\n",
+        "stat": "anon 400\nfile 300\nactive_file 50\ninactive_file 150\nshmem 100\n",
+    }.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert left_in_container(tmp_path) == 1000 - 700 + 200
 
 
 def test_the_plan_can_be_read(config: ModelConfig) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
+from longspan.engine.request import MAX_COUNT, SEED
 from longspan.errors import CapacityError
+from longspan.token_ids import shown
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+AUTO_DTYPE = "bfloat16"  # that of all published checkpoints
+DTYPE_CHOICES = ("auto", *ELEMENT_BYTES)
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How much one engine may hold and do at a time. None lets `memory.plan` choose what fits."""
+    """How much one engine may hold and do at a time. None lets `memory.plan` choose what fits.
 
-    dtype: str = "bfloat16"
+    Raises CapacityError for a value outside its legal range.
+    """
+
+    dtype: str = AUTO_DTYPE  # "auto" becomes this
     backend: str | None = None
     max_model_len: int | None = None  # tokens of one sequence, prompt and reply
     max_num_seqs: int | None = None  # sequences that run at once; each holds one KDA slot
@@ -25,22 +32,35 @@ class EngineOptions:
     seed: int | None = None  # of requests without a seed; None: a fresh one each
 
     def __post_init__(self) -> None:
-        if self.dtype not in ELEMENT_BYTES:
-            raise CapacityError(
-                f"dtype is {self.dtype!r}.", remedy=f"Choose one of: {', '.join(ELEMENT_BYTES)}."
-            )
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "cache_gib"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise CapacityError(f"{name} is {value}.", remedy="It must be greater than 0.")
-        if self.max_model_len == 1:
-            raise CapacityError(
-                "max_model_len is 1.", remedy="It must be at least 2: one token of prompt, one of reply."
-            )
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_CHOICES:
+            raise _illegal("dtype", self.dtype, f"one of {', '.join(DTYPE_CHOICES)}")
+        object.__setattr__(self, "dtype", AUTO_DTYPE if dtype == "auto" else dtype)
+        if self.backend is not None and not isinstance(self.backend, str):
+            raise _illegal("backend", self.backend, "the name of an operator table")
+        self._check_integer("max_model_len", 2, MAX_COUNT)  # one token of prompt, one of reply
+        self._check_integer("max_num_seqs", 1, MAX_COUNT)
+        self._check_integer("max_num_batched_tokens", 1, MAX_COUNT, optional=False)
+        self._check_integer("page_size", 1, MAX_COUNT, optional=False)
+        self._check_integer("seed", *SEED)
+        gib = self.cache_gib
+        number = isinstance(gib, int | float) and not isinstance(gib, bool)
+        if gib is not None and not (number and 0 < gib < MAX_COUNT):
+            raise _illegal("cache_gib", gib, f"a number greater than 0 and below {MAX_COUNT}")
+
+    def _check_integer(self, name: str, low: int, high: int, optional: bool = True) -> None:
+        value = getattr(self, name)
+        integer = isinstance(value, int) and not isinstance(value, bool)
+        if not (optional and value is None) and not (integer and low <= value <= high):
+            raise _illegal(name, value, f"an integer from {low} to {high}")
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> Self:
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+
+def _illegal(name: str, value: Any, legal: str) -> CapacityError:
+    return CapacityError(f"{name} is {shown(value)}.", remedy=f"Legal is {legal}.")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +69,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     default = EngineOptions()
     group.add_argument(
         "--dtype",
-        choices=list(ELEMENT_BYTES),
+        choices=list(DTYPE_CHOICES),
         default=default.dtype,
         help="of activations and cache (default: %(default)s)",
     )

@@ -6,9 +6,10 @@ What was asked for is met or refused with the largest legal number; what was lef
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 
 from longspan.config import ModelConfig
@@ -84,7 +85,8 @@ def plan_memory(
     `available_bytes` None: what the machine has free now.
 
     `cache_gib` None: enough for one longest sequence and for all KDA states, at least DEFAULT_CACHE_BYTES,
-    but never more than half of what is free beside the weights. Raises CapacityError.
+    but never more than half of the room beside the weights. Cache and activations together must fit in that
+    room. Raises CapacityError.
     """
     longest = config.max_position
     if max_model_len is not None and max_model_len > longest:
@@ -96,12 +98,15 @@ def plan_memory(
     slot_bytes = bytes_per_sequence(config, element_bytes).total
     wanted_pages = ceil((max_model_len or longest) / page_size)
     wanted_slots = max_num_seqs or DEFAULT_NUM_SEQS
+    available = available_memory() if available_bytes is None else available_bytes
+    # Weights are mapped: where they are larger than memory they are read again and again, and still serve.
+    room = max(available - weight_bytes, available // 4)
     if cache_gib is not None:
         budget = int(cache_gib * GIB)
     else:
-        available = available_memory() if available_bytes is None else available_bytes
-        most = max(available - weight_bytes, available // 4) // 2
-        budget = min(most, max(wanted_pages * page_bytes, DEFAULT_CACHE_BYTES) + wanted_slots * slot_bytes)
+        budget = min(
+            room // 2, max(wanted_pages * page_bytes, DEFAULT_CACHE_BYTES) + wanted_slots * slot_bytes
+        )
 
     # What must be there, so that one sequence runs; the rest of the budget goes to whatever was left open.
     needed_pages = wanted_pages if max_model_len is not None else ceil(2 / page_size)
@@ -113,7 +118,8 @@ def plan_memory(
     if num_pages < needed_pages:
         raise _too_small(budget, page_size, page_bytes, slot_bytes, max_num_seqs, max_model_len)
     num_pages = min(num_pages, num_slots * wanted_pages)
-    return MemoryPlan(
+    logit_rows = num_slots + extra_logit_rows
+    plan = MemoryPlan(
         page_size=page_size,
         num_pages=num_pages,
         num_slots=num_slots,
@@ -121,9 +127,35 @@ def plan_memory(
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         weight_bytes=weight_bytes,
-        activation_bytes=activation_bytes(
-            config, max_num_batched_tokens, num_slots + extra_logit_rows, element_bytes
-        ),
+        activation_bytes=activation_bytes(config, max_num_batched_tokens, logit_rows, element_bytes),
+    )
+    if plan.cache_bytes + plan.activation_bytes > room:
+        tokens = bisect_right(
+            range(max_num_batched_tokens),
+            room - plan.cache_bytes,
+            key=lambda count: activation_bytes(config, count, logit_rows, element_bytes),
+        )
+        least_cache = needed_pages * page_bytes + (max_num_seqs or 1) * slot_bytes
+        raise _too_large(plan, room, available, least_cache, largest_step=tokens - 1)
+    return plan
+
+
+def _too_large(
+    plan: MemoryPlan, room: int, available: int, least_cache: int, largest_step: int
+) -> CapacityError:
+    """The error for cache and activations beyond `room`, with the largest legal number of each."""
+    remedies = []
+    gib = floor(100 * (room - plan.activation_bytes) / GIB) / 100
+    if gib * GIB >= least_cache:
+        remedies.append(f"give --cache-gib {gib:.2f}")
+    if largest_step > 0:
+        remedies.append(f"lower --max-num-batched-tokens to {largest_step}")
+    remedies = remedies or ["lower --cache-gib, --max-num-batched-tokens and --max-num-seqs together"]
+    return CapacityError(
+        f"The cache of {show_bytes(plan.cache_bytes)} and a step of {show_bytes(plan.activation_bytes)} "
+        f"don't fit: {show_bytes(available)} are free, and beside the weights of {show_bytes(plan.weight_bytes)} "
+        f"{show_bytes(room)} may be used.",
+        remedy=f"Free some memory, or {', or '.join(remedies)}.",
     )
 
 
@@ -162,9 +194,16 @@ def available_memory() -> int:
         limits.append(int(meminfo["MemAvailable"].split()[0]) * 1024)
     except (OSError, KeyError, ValueError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(OSError, ValueError):  # no container, or one without a limit
-        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(limits)
+    with suppress(OSError, ValueError, KeyError):  # no container, or one without a limit
+        limits.append(left_in_container(Path("/sys/fs/cgroup")))
+    return max(min(limits), 0)
+
+
+def left_in_container(group: Path) -> int:
+    """Bytes up to the limit of this cgroup (version 2); cached files make way, so they count as free."""
+    limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return limit - used + int(stat["active_file"]) + int(stat["inactive_file"])
 
 
 def show_bytes(count: int) -> str:
