@@ -41,7 +41,7 @@ def shown(value: Any, length: int = 80) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
-        return f"a {type(value).__name__} too long to show"
+        return f"<{type(value).__name__} too long to show>"
     return text if len(text) <= length else f"{text[:length]}..."
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.random_checkpoint import write_checkpoint
@@ -65,6 +66,29 @@ def test_a_text_is_continued(llm: LLM) -> None:
     assert output.text == llm.tokenizer.decode(output.outputs[0].token_ids, skip_special=True)
 
 
+@pytest.mark.parametrize("params", [3, {"temperature": 0}, [GREEDY, None], "greedy"])
+def test_sampling_params_that_are_none_are_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="Give a SamplingParams or a list of them") as caught:
+        llm.generate(["a", "b"], params)
+    assert caught.value.param == "sampling_params"
+
+
+def test_vllms_dictionaries_are_prompts(llm: LLM) -> None:
+    want = llm.generate("In", GREEDY)[0]
+    for prompt in ({"prompt": "In"}, {"prompt_token_ids": list(b"In")}):
+        for prompts in (prompt, [prompt]):
+            (output,) = llm.generate(prompts, GREEDY)
+            assert output.prompt_token_ids == want.prompt_token_ids
+            assert output.outputs[0].token_ids == want.outputs[0].token_ids
+            assert output.prompt == prompt.get("prompt")
+
+
+def test_the_model_may_be_given_by_name_and_its_dtype_be_auto(directory: Path) -> None:
+    llm = LLM(model=str(directory), dtype="auto", cache_gib=0.01)
+    assert llm.engine.options.dtype == "bfloat16"
+    assert len(llm.generate("a", GREEDY)[0].outputs[0].token_ids) == 6
+
+
 def test_results_are_in_the_order_of_the_prompts_and_equal_those_of_each_alone(llm: LLM) -> None:
     prompts = ["b", "a long one", "c" * 40, "a"]
     together = llm.generate(prompts, GREEDY)
@@ -110,7 +134,7 @@ def test_one_bad_prompt_stops_all_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(RequestError, match="token id 512"):
         llm.generate([[1], [512]], GREEDY)
     with pytest.raises(RequestError, match="Give each as a text"):
-        llm.generate([1, "a"], GREEDY)  # type: ignore[list-item]
+        llm.generate([1, "a"], GREEDY)
     assert llm.engine.stats.generation_tokens == before
     assert not llm.engine.has_work
 
@@ -135,7 +159,8 @@ def test_a_chat_gives_reasoning_or_content(llm: LLM) -> None:
     (plain,) = llm.chat(QUESTION, params, thinking=False)
     assert (thinking.outputs[0].reasoning, thinking.outputs[0].content) == ("a" * 12, None)
     assert (plain.outputs[0].reasoning, plain.outputs[0].content) == (None, "a" * 12)
-    assert plain.text == "a" * 12
+    assert (plain.text, plain.outputs[0].text) == ("a" * 12, "a" * 12)
+    assert (thinking.text, thinking.outputs[0].text) == ("", "")
     prompt = llm.tokenizer.decode(thinking.prompt_token_ids)
     assert prompt.endswith('<|open|>message role="assistant"<|sep|><|open|>think<|sep|>')
     assert "thinking_effort=max" in prompt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -23,11 +23,12 @@ from longspan.chat import (
 from longspan.engine.engine import Engine
 from longspan.engine.options import EngineOptions
 from longspan.engine.output import FinishReason, StepOutput, TokenLogprobs
+from longspan.engine.prompts import Prompt, parse_prompts
 from longspan.engine.readers import ChatReader, TextReader, TokenReader
 from longspan.engine.request import Request, SamplingParams, TokenConstraint
 from longspan.errors import LongspanError, RequestError
+from longspan.token_ids import shown
 
-Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
 
 
@@ -58,8 +59,13 @@ class ChatChoice(Choice):
     content: str | None
     tool_calls: list[ToolCall]
 
+    @property
+    def text(self) -> str:
+        """The content, "" without one: the name that a continuation has for it."""
+        return self.content or ""
 
-AnyChoice = TypeVar("AnyChoice", bound=Choice)
+
+AnyChoice = TypeVar("AnyChoice", TextChoice, ChatChoice)
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,7 @@ class RequestOutput(Generic[AnyChoice]):
     @property
     def text(self) -> str:
         """Text of the first choice; of a chat, its answer."""
-        first = self.outputs[0]
-        return first.text if isinstance(first, TextChoice) else getattr(first, "content", None) or ""
+        return self.outputs[0].text
 
 
 class LLM:
@@ -84,8 +89,8 @@ class LLM:
 
     def __init__(
         self,
-        path: str | Path,
-        dtype: str = "bfloat16",
+        model: str | Path,
+        dtype: str = EngineOptions.dtype,
         *,
         backend: str | None = None,
         max_model_len: int | None = None,
@@ -95,7 +100,7 @@ class LLM:
         cache_gib: float | None = None,
         seed: int | None = None,
     ) -> None:
-        """The options are those of `EngineOptions`."""
+        """`model` is a checkpoint directory. The options are those of `EngineOptions`."""
         options = EngineOptions(
             dtype=dtype,
             backend=backend,
@@ -106,7 +111,7 @@ class LLM:
             cache_gib=cache_gib,
             seed=seed,
         )
-        self.engine = Engine.from_path(path, options)
+        self.engine = Engine.from_path(model, options)
         self._ids = count()
 
     @property
@@ -127,14 +132,14 @@ class LLM:
         *,
         use_progress: bool = True,
     ) -> list[RequestOutput[TextChoice]]:
-        """Continues each prompt, a text or a list of token ids. Results are in the order of the prompts.
+        """Continues each prompt, which may be all that `parse_prompts` takes. Results are in their order.
 
         Raises RequestError, before anything runs, if one of the requests can't be served.
         """
-        many = _prompt_list(prompts)
+        many = parse_prompts(prompts, self.engine.config.vocab_size)
         requests = []
         for prompt, params in zip(many, _params_list(sampling_params, len(many)), strict=True):
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             requests.append(Request(self._next_id(), ids, params, self._text_reader(params)))
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._run(requests, texts, _text_choice, use_progress)
@@ -288,22 +293,6 @@ def _common(steps: list[StepOutput]) -> dict[str, Any]:
     }
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[item for item in prompts if isinstance(item, int)]]
-    return [item if isinstance(item, str) else list(_ids(item)) for item in prompts]
-
-
-def _ids(item: Any) -> Iterable[int]:
-    if isinstance(item, int | str) or not all(isinstance(token, int) for token in item):
-        raise RequestError(
-            f"A prompt is {item!r}.", param="prompts", remedy="Give each as a text or as a list of token ids."
-        )
-    return item
-
-
 def _conversation_list(messages: Any) -> list[Conversation]:
     return [messages] if not messages or isinstance(messages[0], dict) else list(messages)
 
@@ -313,6 +302,12 @@ def _params_list(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * length
+    if not isinstance(params, list | tuple) or not all(isinstance(item, SamplingParams) for item in params):
+        raise RequestError(
+            f"sampling_params is {shown(params)}.",
+            param="sampling_params",
+            remedy="Give a SamplingParams or a list of them.",
+        )
     if len(params) != length:
         raise RequestError(
             f"There are {length} prompts and {len(params)} sampling_params.",

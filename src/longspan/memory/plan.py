@@ -153,8 +153,8 @@ def _too_large(
     remedies = remedies or ["lower --cache-gib, --max-num-batched-tokens and --max-num-seqs together"]
     return CapacityError(
         f"The cache of {show_bytes(plan.cache_bytes)} and a step of {show_bytes(plan.activation_bytes)} "
-        f"don't fit: {show_bytes(available)} are free, and beside the weights of {show_bytes(plan.weight_bytes)} "
-        f"{show_bytes(room)} may be used.",
+        f"don't fit: {show_bytes(available)} are free, of which they may take {show_bytes(room)} "
+        f"beside the weights of {show_bytes(plan.weight_bytes)}.",
         remedy=f"Free some memory, or {', or '.join(remedies)}.",
     )
 
