@@ -54,7 +54,7 @@ def still_serves(server: Running):
         ({"top_k": -2}, "top_k", "-1"),
         ({"min_p": 1.5}, "min_p", "1"),
         ({"n": 0}, "n", "1"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"max_tokens": 0}, "max_tokens", "from 1"),
         ({"max_tokens": True}, "max_tokens", "integer"),
         ({"max_tokens": CONTEXT}, "max_tokens", f"max_model_len is {CONTEXT}"),
         ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens", "one of them"),
@@ -68,7 +68,7 @@ def still_serves(server: Running):
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "20"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not permitted"),
+        ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "include_usage"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "user"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "stream"),
         ({"reasoning_effort": "medium"}, "reasoning_effort", "low, high, max or none"),
@@ -98,7 +98,7 @@ def test_a_chat_field_that_cannot_be_honoured_is_named(
 ) -> None:
     if stream and ("stream" in fields or "stream_options" in fields):
         fields = fields | {"stream": True, "stream_options": {"usage": True}}
-        param, says = "stream_options.usage", "not permitted"
+        param, says = "stream_options.usage", "include_usage"
     body = {"messages": USER, "stream": stream} | fields
     found = error(server.post(CHAT, body))
     assert found["param"] == param
@@ -147,11 +147,23 @@ def test_a_message_that_cannot_be_rendered_is_named(server: Running, messages: A
         ({"prompt": [[]]}, "prompt", "empty"),
         ({"prompt": [2048]}, "prompt", "2047"),
         ({"prompt": [-1]}, "prompt", "-1"),
-        ({"prompt": 7}, "prompt", "valid string"),
+        ({"prompt": 7}, "prompt", "text"),
+        ({"prompt": [True]}, "prompt", "token ids"),
+        ({"prompt": [1.5]}, "prompt", "token ids"),
+        ({"prompt": [1, "a"]}, "prompt[1]", "a string"),
+        ({"prompt": ["a", None]}, "prompt[1]", "null"),
+        ({"prompt": ["a", {}]}, "prompt[1]", "an object"),
+        ({"prompt": [[1], 2]}, "prompt[1]", "a number"),
+        ({"prompt": [[1], [2, True]]}, "prompt[1][1]", "a boolean"),
+        ({"stop": ["a"] * 65}, "stop", "at most 64"),
+        ({"stop": [1]}, "stop", "string"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", "integer"),
+        ({"logit_bias": {"5": "a"}}, "logit_bias", "number"),
+        ({"x" * 5000: 1}, "x" * 80, "Known fields"),
         ({"prompt": [5] * CONTEXT, "max_tokens": None}, "prompt", f"{CONTEXT - 1} tokens or fewer"),
         ({"prompt": [5] * (CONTEXT + 1), "max_tokens": None}, "prompt", f"{CONTEXT - 1} tokens or fewer"),
         ({"prompt": [5] * (CONTEXT - 3), "max_tokens": 4}, "max_tokens", "Ask for 3 or fewer"),
-        ({"echo": True, "max_tokens": 0}, "max_tokens", "at least 1"),
+        ({"echo": True, "max_tokens": 0}, "max_tokens", "from 1"),
         ({"echo": True, "logprobs": 1, "stream": True}, "echo", "stream"),
         ({"logprobs": 21}, "logprobs", "20"),
         ({"min_tokens": 20, "max_tokens": 10}, "min_tokens", "10"),
@@ -178,7 +190,16 @@ def test_numbers_that_are_none_are_refused(server: Running, value: float) -> Non
     text = text.replace("nan", "NaN").replace("inf", "Infinity")
     headers = {"Content-Type": "application/json"}
     found = error(httpx.post(server.url + CHAT, content=text, headers=headers))
-    assert found["param"] == "temperature"
+    assert "finite" in found["message"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_no_such_number_gets_into_a_prompt(server: Running, number: str) -> None:
+    parameters = f'{{"type": "object", "default": {number}}}'
+    tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {parameters}}}}}]'
+    for field in (f'"tools": {tools}', f'"metadata": {{"k": {number}}}'):
+        content = f'{{"messages": [{{"role": "user", "content": "x"}}], {field}}}'
+        assert "finite" in error(httpx.post(server.url + CHAT, content=content))["message"]
 
 
 def test_null_means_not_given(server: Running) -> None:
@@ -195,6 +216,12 @@ def test_null_means_not_given(server: Running) -> None:
     [
         {"user": "me", "metadata": {"k": "v"}, "store": False, "parallel_tool_calls": True},
         {"service_tier": "auto", "modalities": ["text"], "response_format": {"type": "text"}},
+        {
+            "safety_identifier": "me",
+            "prompt_cache_key": "k",
+            "prompt_cache_retention": "24h",
+            "functions": [],
+        },
         {"verbosity": "medium", "priority": 0, "use_beam_search": False, "skip_special_tokens": True},
     ],
 )

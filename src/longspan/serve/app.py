@@ -52,15 +52,16 @@ def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    # Rendering and encoding a long chat takes seconds, so a thread does it: the event loop never waits.
+    # Reading, rendering and encoding a long chat takes seconds, so a thread does it: the event loop never
+    # waits.
 
     @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(await request.body(), ChatRequest)
+        raw = await request.body()
 
         async def answer() -> Response:
-            call = await asyncio.to_thread(prepare_chat, service, body)
-            if body.stream:
+            call = await asyncio.to_thread(lambda: prepare_chat(service, parse_body(raw, ChatRequest)))
+            if call.body.stream:
                 return await EventStream.open(stream_chat(service, call))
             return JsonResponse(await complete_chat(service, call))
 
@@ -68,11 +69,13 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
     async def completions(request: Request) -> Response:
-        body = parse_body(await request.body(), CompletionRequest)
+        raw = await request.body()
 
         async def answer() -> Response:
-            call = await asyncio.to_thread(prepare_completion, service, body)
-            if body.stream:
+            call = await asyncio.to_thread(
+                lambda: prepare_completion(service, parse_body(raw, CompletionRequest))
+            )
+            if call.body.stream:
                 return await EventStream.open(stream_completion(service, call))
             return JsonResponse(await complete_text(service, call))
 
@@ -82,24 +85,37 @@ def _add_generation_routes(app: FastAPI, service: Service) -> None:
 def _add_token_routes(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        body = parse_body(await request.body(), TokenizeRequest)
-        service.model_name(body.model)
-        tokens = await asyncio.to_thread(_tokens, service, body)
-        strings = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
-        return JsonResponse(
-            {
-                "count": len(tokens),
-                "max_model_len": service.engine.max_model_len,
-                "tokens": tokens,
-                "token_strs": strings,
-            }
-        )
+        return await asyncio.to_thread(_tokenized, service, await request.body())
 
     @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
-        body = parse_body(await request.body(), DetokenizeRequest)
-        service.model_name(body.model)
-        return JsonResponse({"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)})
+        return await asyncio.to_thread(_detokenized, service, await request.body())
+
+
+def _tokenized(service: Service, raw: bytes) -> Response:
+    body = parse_body(raw, TokenizeRequest)
+    service.model_name(body.model)
+    tokens = _tokens(service, body)
+    strings = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
+    return JsonResponse(
+        {
+            "count": len(tokens),
+            "max_model_len": service.engine.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+    )
+
+
+def _detokenized(service: Service, raw: bytes) -> Response:
+    body = parse_body(raw, DetokenizeRequest)
+    service.model_name(body.model)
+    longest = service.engine.max_model_len
+    if len(body.tokens) > longest:
+        # A token may stand for a hundred characters, so a small body could ask for a huge answer.
+        what = f"`tokens` has {len(body.tokens)} ids, and max_model_len is {longest}."
+        raise RequestError(what, param="tokens", remedy="Send them in several requests.")
+    return JsonResponse({"prompt": service.tokenizer.decode(body.tokens)})
 
 
 def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
@@ -133,7 +149,7 @@ def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], boo
     async def model(name: str) -> dict[str, Any]:
         return card(service.model_name(name))
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if draining() or not service.engine.healthy:
             what = "the server is shutting down" if draining() else "the engine has died"

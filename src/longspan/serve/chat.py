@@ -61,7 +61,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
         )
     sampling: dict[str, Any] = {"max_tokens": None} | body.sampling()
     params = SamplingParams(**sampling)
-    prompt = chat_prompt(service.tokenizer, body)
+    prompt = chat_prompt(service.tokenizer, body, service.check_text)
     request = Request(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         prompt_token_ids=prompt.token_ids,
@@ -73,6 +73,7 @@ def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
         ),
         make_constraint=_constraint(service, prompt),
     )
+    service.check_choices(params.n)
     service.check([request])
     return ChatCall(body, request, prompt, int(time.time()), model)
 

@@ -57,7 +57,9 @@ def prepare_completion(service: Service, body: CompletionRequest) -> CompletionC
         # The log-probabilities of an echoed prompt are asked for together with those of its continuation.
         sampling.setdefault("prompt_logprobs", body.logprobs)
     call_id = f"cmpl-{uuid.uuid4().hex}"
-    prompts = _token_ids(service, body)
+    texts_or_ids = _prompts(body)
+    service.check_choices(len(texts_or_ids) * body.n)
+    prompts = [_token_ids(service, prompt) for prompt in texts_or_ids]
     requests = [
         _request(service, f"{call_id}-{i}", token_ids, sampling) for i, token_ids in enumerate(prompts)
     ]
@@ -77,17 +79,21 @@ def _request(service: Service, request_id: str, token_ids: list[int], sampling: 
     return Request(request_id, token_ids, params, lambda: TextReader(service.tokenizer, params))
 
 
-def _token_ids(service: Service, body: CompletionRequest) -> list[list[int]]:
-    prompt = body.prompt
-    if isinstance(prompt, str):
-        return [service.tokenizer.encode(prompt)]
-    if not prompt:
+def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
+    if isinstance(body.prompt, str):
+        return [body.prompt]
+    if not body.prompt:
         raise RequestError(
             "`prompt` is empty.", param="prompt", remedy="Send a text, token ids or a list of either."
         )
-    if isinstance(prompt[0], int):
-        return [prompt]  # type: ignore[list-item]
-    return [service.tokenizer.encode(p) if isinstance(p, str) else p for p in prompt]  # type: ignore[misc]
+    return [body.prompt] if isinstance(body.prompt[0], int) else body.prompt  # type: ignore[return-value]
+
+
+def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    service.check_text(len(prompt))
+    return service.tokenizer.encode(prompt)
 
 
 async def stream_completion(service: Service, call: CompletionCall) -> AsyncGenerator[dict[str, Any], None]:

@@ -14,6 +14,7 @@ from longspan.serve.json_text import JsonResponse
 
 logger = logging.getLogger("longspan.serve")
 
+MAX_MESSAGE = 2000  # characters
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -56,6 +57,9 @@ def error_body(error: Exception) -> dict[str, Any]:
 
 
 def error_object(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    if len(message) > MAX_MESSAGE:  # it may quote what was sent
+        half = MAX_MESSAGE // 2
+        message = f"{message[:half]} ... {message[-half:]}"
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 

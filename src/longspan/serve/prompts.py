@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,15 @@ class ChatPrompt:
     forced: list[str]
 
 
-def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
-    """Renders and encodes a chat. Raises RequestError naming the field that is wrong."""
+def chat_prompt(
+    tokenizer: Tokenizer,
+    body: ChatRequest | TokenizeRequest,
+    check_text: Callable[[int], None] = lambda num_characters: None,
+) -> ChatPrompt:
+    """Renders and encodes a chat. Raises RequestError naming the field that is wrong.
+
+    `check_text` is called between the two and may raise for a text that is too long.
+    """
     messages = body.messages or []
     check_messages(messages)
     thinking = thinking_options(body.reasoning_effort, body.thinking, body.chat_template_kwargs)
@@ -42,6 +50,7 @@ def chat_prompt(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> Ch
     )
     if partial is not None:
         segments += partial.segments
+    check_text(sum(len(segment.text) for segment in segments if not segment.special))
     in_reasoning = thinking.enabled and not (partial and partial.in_response)
     return ChatPrompt(tokenizer.encode_segments(segments), in_reasoning, forced)
 

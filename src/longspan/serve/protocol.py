@@ -7,14 +7,25 @@ structure of chat messages to `longspan.chat`.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from longspan.errors import RequestError
+from longspan.serve.json_text import read_json
+
+MAX_STOPS = 64  # stop strings are looked for in every step
+_SHOWN = 80  # characters of a field's name
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,7 @@ REFUSED_EVERYWHERE = {
 }
 REFUSED_IN_CHAT = {
     "skip_special_tokens": Refused("Markup is read, never shown; leave it out or send true.", (True,)),
-    "functions": Refused("Use `tools`."),
+    "functions": Refused("Use `tools`.", ([],)),
     "function_call": Refused("Use `tool_choice`."),
     "audio": Refused("Replies are text; leave it out."),
     "modalities": Refused('Replies are text: leave it out or send ["text"].', (["text"],)),
@@ -69,10 +80,15 @@ REFUSED_IN_COMPLETIONS = {
 }
 
 
+_T = TypeVar("_T")
+# Without fail_fast a list with a million wrong items would give a million errors.
+FastList = Annotated[list[_T], Field(fail_fast=True)]
+
+
 class Body(BaseModel):
     """A JSON body; read it with `parse_body`. `refused`: known fields that are not supported."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True)
     refused: ClassVar[dict[str, Refused]] = {}
 
 
@@ -80,12 +96,11 @@ AnyBody = TypeVar("AnyBody", bound=Body)
 
 
 def parse_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
-    """The body of a request, whatever its header says it is. Raises RequestError naming the field."""
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        what = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(f"The request body can't be read as JSON: {what}.") from error
+    """The body of a request, whatever its header says it is. Raises RequestError naming the field.
+
+    Slow for large bodies: run it in a thread.
+    """
+    content = read_json(raw)
     if not isinstance(content, dict):
         raise RequestError(f"The request body is {_json_kind(content)}; a JSON object is expected.")
     try:
@@ -94,7 +109,9 @@ def parse_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
         raise _first_problem(error) from error
 
 
-def _keep_supported(content: dict[str, Any], known: list[str], refused: dict[str, Refused]) -> dict[str, Any]:
+def _keep_supported(
+    content: dict[str, Any], known: list[str], refused: dict[str, Refused], where: str = ""
+) -> dict[str, Any]:
     kept = {}
     for name, value in content.items():
         if value is None:
@@ -102,9 +119,10 @@ def _keep_supported(content: dict[str, Any], known: list[str], refused: dict[str
         if name in known:
             kept[name] = value
         elif name not in refused:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+            shown = name[:_SHOWN]
+            close = difflib.get_close_matches(shown, known, n=1, cutoff=0.7)
             hint = f"Did you mean `{close[0]}`?" if close else f"Known fields: {', '.join(sorted(known))}."
-            raise RequestError(f"Unknown field `{name}`.", param=name, remedy=hint)
+            raise RequestError(f"Unknown field `{where}{shown}`.", param=where + shown, remedy=hint)
         elif not any(value == ok and type(value) is type(ok) for ok in refused[name].harmless):
             raise RequestError(f"`{name}` is not supported.", param=name, remedy=refused[name].remedy)
     return kept
@@ -124,9 +142,16 @@ def _first_problem(error: ValidationError) -> RequestError:
 class StreamOptions(BaseModel):
     """`include_usage` adds a last chunk without choices, `continuous_usage_stats` usage on every chunk."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return _keep_supported(content, list(cls.model_fields), {}, where="stream_options.")
 
 
 class GenerationBody(Body):
@@ -142,22 +167,27 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None  # `SamplingParams` looks at the numbers
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)] | None = None
+    stop_token_ids: FastList[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
     n: int = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None  # accepted: it changes nothing
-    metadata: dict[str, Any] | None = None  # accepted: it changes nothing
     request_id: str | None = None
+    # Accepted: they change nothing.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     not_sampling: ClassVar[frozenset[str]] = frozenset(
-        {"model", "stream", "stream_options", "user", "metadata", "request_id"}
+        {"model", "stream", "stream_options", "request_id"}
+        | {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
     )
 
     @model_validator(mode="after")
@@ -190,7 +220,7 @@ class ChatRequest(GenerationBody):
     refused = REFUSED_EVERYWHERE | REFUSED_IN_CHAT
 
     messages: list[Any]
-    tools: list[dict[str, Any]] | None = None
+    tools: FastList[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
@@ -223,12 +253,52 @@ class ChatRequest(GenerationBody):
         return given
 
 
+def _check_prompt(prompt: Any) -> Any:
+    """The type of the first item decides what the others must be."""
+    if isinstance(prompt, list) and prompt and type(prompt[0]) in (str, int, list):
+        _check_items(prompt, type(prompt[0]), "prompt")
+        if isinstance(prompt[0], list):
+            for i, ids in enumerate(prompt):
+                _check_items(ids, int, f"prompt[{i}]")
+    elif not isinstance(prompt, str) and prompt != []:
+        what = "`prompt` is neither a text nor token ids, nor a list of either."
+        raise RequestError(what, param="prompt", remedy='Send a text, such as "In the beginning".')
+    return prompt
+
+
+def _check_items(items: list[Any], kind: type, where: str) -> None:
+    wrong = next((i for i, item in enumerate(items) if type(item) is not kind), None)
+    if wrong is not None:
+        raise RequestError(
+            f"`{where}[{wrong}]` is {_json_kind(items[wrong])}.",
+            param=f"{where}[{wrong}]",
+            remedy="A prompt is a text, a list of texts, a list of token ids or a list of such lists.",
+        )
+
+
+# As a union of lists every item would be tried as every type.
+Prompt = Annotated[
+    str | list[str] | list[int] | list[list[int]],
+    PlainValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        }
+    ),
+]
+
+
 class CompletionRequest(GenerationBody):
     """POST /v1/completions. Text in `prompt` is plain text; control tokens can be given as token ids."""
 
     refused = REFUSED_EVERYWHERE | REFUSED_IN_COMPLETIONS
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Prompt
     echo: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -250,7 +320,7 @@ class TokenizeRequest(Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: FastList[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     thinking: dict[str, Any] | bool | None = None
@@ -264,14 +334,14 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: FastList[int]
 
 
-def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
+def _bias_by_id(bias: dict[str, Any]) -> dict[int, Any]:
     for token in bias:
         if not re.fullmatch(r"-?[0-9]{1,18}", token):
             raise RequestError(
-                f"`logit_bias` has the key {token!r}.",
+                f"`logit_bias` has the key {token[:_SHOWN]!r}.",
                 param="logit_bias",
                 remedy='Keys are token ids, as in {"1734": -100}.',
             )
@@ -279,5 +349,5 @@ def _bias_by_id(bias: dict[str, float]) -> dict[int, float]:
 
 
 def _json_kind(value: Any) -> str:
-    kinds = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return kinds.get(type(value), "null")
+    kinds = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return kinds.get(type(value), "a number")

@@ -22,7 +22,7 @@ class ServeOptions:
     served_model_names: tuple[str, ...]
     api_key: str | None = None
     max_queue: int = 256  # choices that may wait beyond those that can run
-    max_body_bytes: int = 64 * 2**20
+    max_body_bytes: int = 16 * 2**20
 
 
 class Service:
@@ -41,6 +41,13 @@ class Service:
         self.metrics = Metrics(options.served_model_names[0], lambda: engine.stats)
         self._capacity = engine.plan.num_slots + options.max_queue  # choices that run or wait
         self._admitted = 0
+        tokens = map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))
+        self._max_bytes = engine.max_model_len * max(map(len, tokens))
+
+    @property
+    def busy(self) -> bool:
+        """Something runs or waits."""
+        return self._admitted > 0
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with. Raises UnknownModelError."""
@@ -52,10 +59,22 @@ class Service:
         )
 
     def check(self, requests: list[Request]) -> None:
-        """Raises RequestError if the engine could never serve these requests together."""
+        """Raises RequestError if the engine could never serve one of these requests."""
         for request in requests:
             request.validate(self.engine.config.vocab_size, self.engine.max_model_len)
-        wanted = sum(request.params.n for request in requests)
+
+    def check_text(self, num_characters: int) -> None:
+        """Raises RequestError for a text that is too long however it is encoded: that spares encoding it."""
+        if num_characters > self._max_bytes:
+            raise RequestError(
+                f"The prompt has {num_characters} characters, and more than {self._max_bytes} never fit "
+                f"max_model_len, which is {self.engine.max_model_len} tokens.",
+                param="prompt",
+                remedy="Shorten it, or raise --max-model-len.",
+            )
+
+    def check_choices(self, wanted: int) -> None:
+        """Raises RequestError for more choices in a request than the server ever takes."""
         if wanted > self._capacity:
             raise RequestError(
                 f"{wanted} choices are asked for, and this server takes {self._capacity} at a time.",
