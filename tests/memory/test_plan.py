@@ -141,6 +141,16 @@ def test_a_larger_step_than_the_machine_holds_is_refused_with_the_largest(
         plan(config, cache_gib=cache_gib, max_num_batched_tokens=largest + 1)
 
 
+def test_no_remedy_asks_for_more_than_the_machine_has(config: ModelConfig) -> None:
+    with pytest.raises(CapacityError, match="can't hold") as caught:
+        plan(config, cache_gib=1e6, max_num_seqs=2**31 - 1)
+    assert "--cache-gib" not in caught.value.remedy
+    most = int(suggested(caught.value, "max-num-seqs"))
+    assert most * bytes_per_sequence(config, 2).total < 8 * GIB
+    with pytest.raises(CapacityError, match="free some memory"):
+        plan(config, available_bytes=1000)
+
+
 def test_a_container_has_its_limit_less_what_is_in_use_but_for_cached_files(tmp_path: Path) -> None:
     for name, text in {
         "max": "1000\n",

@@ -102,7 +102,7 @@ def plan_memory(
     # Weights are mapped: where they are larger than memory they are read again and again, and still serve.
     room = max(available - weight_bytes, available // 4)
     if cache_gib is not None:
-        budget = int(cache_gib * GIB)
+        budget = min(int(cache_gib * GIB), room)  # more is refused below, unless it would never be used
     else:
         budget = min(
             room // 2, max(wanted_pages * page_bytes, DEFAULT_CACHE_BYTES) + wanted_slots * slot_bytes
@@ -116,7 +116,7 @@ def plan_memory(
         num_slots = max(1, min(DEFAULT_NUM_SEQS, for_slots // slot_bytes))
     num_pages = (budget - num_slots * slot_bytes) // page_bytes
     if num_pages < needed_pages:
-        raise _too_small(budget, page_size, page_bytes, slot_bytes, max_num_seqs, max_model_len)
+        raise _too_small(budget, room, page_size, page_bytes, slot_bytes, max_num_seqs, max_model_len)
     num_pages = min(num_pages, num_slots * wanted_pages)
     logit_rows = num_slots + extra_logit_rows
     plan = MemoryPlan(
@@ -161,6 +161,7 @@ def _too_large(
 
 def _too_small(
     budget: int,
+    room: int,
     page_size: int,
     page_bytes: int,
     slot_bytes: int,
@@ -171,7 +172,8 @@ def _too_small(
     pages = ceil((max_model_len or 2) / page_size)
     slots = max_num_seqs or 1
     needed = pages * page_bytes + slots * slot_bytes
-    remedies = [f"give --cache-gib {ceil(100 * needed / GIB) / 100:.2f}"]
+    gib = ceil(100 * needed / GIB) / 100
+    remedies = [f"give --cache-gib {gib:.2f}"] if gib * GIB <= room else []
     fitting_slots = (budget - pages * page_bytes) // slot_bytes
     if max_num_seqs is not None and fitting_slots > 0:
         remedies.append(f"lower --max-num-seqs to {fitting_slots}")
@@ -182,7 +184,7 @@ def _too_small(
         f"The cache of {show_bytes(budget)} can't hold {slots} KDA state{'s' * (slots > 1)} of "
         f"{show_bytes(slot_bytes)} and {pages} page{'s' * (pages > 1)} of {show_bytes(page_bytes)} "
         f"for one sequence of {max_model_len or 2} tokens: that takes {show_bytes(needed)}.",
-        remedy=f"To mend it, {', or '.join(remedies)}.",
+        remedy=f"To mend it, {', or '.join(remedies or ['free some memory'])}.",
     )
 
 
