@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -20,6 +21,7 @@ from support.scripted import ROOT, Reciter, Running, ScriptedModel, running_serv
 
 from longspan.chat import Tokenizer
 from longspan.errors import CapacityError, CheckpointError
+from longspan.serve.connection import Connection
 from longspan.serve.server import bind
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -72,6 +74,27 @@ def test_a_key_opens_everything_and_probes_need_none(own_server: Running) -> Non
     assert [model.id for model in own_server.client(api_key="s3cret").models.list()] == ["tiny", "alias"]
     for path in ("/health", "/metrics", "/version"):
         assert own_server.get(path).status_code == 200
+    assert httpx.head(f"{own_server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("own_server", [{"api_key": "clé"}], indirect=True)
+def test_a_key_beyond_ascii_opens_in_utf8_and_in_latin1(own_server: Running) -> None:
+    for key, status in (
+        ("clé".encode(), 200),
+        ("clé".encode("latin-1"), 200),
+        ("cle\u0301".encode(), 401),
+        (b"cl\xc3", 401),
+        (b"cl?", 401),
+    ):
+        answer = own_server.get("/v1/models", headers={b"Authorization": b"Bearer " + key})
+        assert answer.status_code == status, key
+
+
+@pytest.mark.parametrize("own_server", [{"api_key": "кл\udce9"}], indirect=True)
+def test_a_key_that_is_no_text_is_compared_as_the_bytes_it_is(own_server: Running) -> None:
+    key = "кл".encode() + b"\xe9"
+    assert own_server.get("/v1/models", headers={b"Authorization": b"Bearer " + key}).status_code == 200
+    assert own_server.get("/v1/models").status_code == 401
 
 
 def test_models_say_their_length(server: Running) -> None:
@@ -248,18 +271,77 @@ def test_metrics_show_what_runs_and_waits(own_server: Running) -> None:
 
 
 @pytest.mark.parametrize("own_server", [{"drain_seconds": 30}], indirect=True)
-def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new(own_server: Running) -> None:
+def test_told_to_stop_it_finishes_what_runs_and_tells_everyone_else(own_server: Running) -> None:
     own_server.say("Fine.")
     hold = Hold(own_server.model)
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=own_server.url) as kept_open:
+        assert kept_open.get("/health").status_code == 200
         running = pool.submit(own_server.post, TEXT, {"prompt": "x"})
         assert hold.reached.wait(30)
         own_server.server.should_exit = True
-        with pytest.raises(httpx.TransportError):
-            while kept_open.post(TEXT, json={"prompt": "x"}).status_code == 503:
-                assert kept_open.get("/health").status_code == 503
+        time.sleep(0.5)  # several times what the server needs to notice
+        for _ in range(3):
+            for answer in (
+                kept_open.get("/health"),
+                kept_open.post(TEXT, json={"prompt": "x"}),
+                own_server.get("/health"),
+                own_server.post(TEXT, {"prompt": "x"}),
+            ):
+                assert answer.status_code == 503 and "shutting down" in answer.text
         hold.release()
         assert running.result().json()["choices"][0]["text"] == "Fine."
+    for _ in range(500):
+        with contextlib.suppress(httpx.TransportError):
+            own_server.get("/health")
+            time.sleep(0.02)
+            continue
+        return
+    raise AssertionError("it still listens")
+
+
+LARGE_ANSWER = {"prompt": "word " * 500_000, "return_token_strs": True}  # more than sockets hold
+
+
+@contextlib.contextmanager
+def asked_by_hand(server: Running, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection that has sent a request, holds little of an answer, and closes after it."""
+    host, port = server.url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
+        connection.connect((host, int(port)))
+        connection.sendall(head.encode() + data)
+        yield connection
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(TEXT, ENDLESS | {"n": 2, "logprobs": 20, "stream": True}), ("/tokenize", LARGE_ANSWER)],
+)
+def test_a_client_that_never_reads_counts_as_gone(
+    server: Running, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "stall_seconds", 0.3)
+    server.say("word ", repeat=4000)
+    connections = server.server.server_state.connections
+    with asked_by_hand(server, path, body):
+        while not any(connection.flow.write_paused for connection in list(connections)):
+            time.sleep(0.005)
+        while connections or server.service.busy:
+            time.sleep(0.005)
+    server.wait_until_idle()
+
+
+def test_a_client_that_reads_slowly_gets_all(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "stall_seconds", 0.3)
+    expected = httpx.post(f"{server.url}/tokenize", json=LARGE_ANSWER, timeout=60).content
+    answer = b""
+    with asked_by_hand(server, "/tokenize", LARGE_ANSWER) as connection:
+        while piece := connection.recv(2**18):
+            answer += piece
+            time.sleep(0.005)
+    assert answer.endswith(expected)
 
 
 @pytest.mark.parametrize("own_server", [{"drain_seconds": 0.2}], indirect=True)

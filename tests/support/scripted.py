@@ -156,6 +156,7 @@ def running_server(
     server = Server(
         app,
         drain_seconds=drain_seconds,
+        busy=lambda: service.busy,
         abort_all=async_engine.abort_all,
         on_start=up.set,
         access_log=False,

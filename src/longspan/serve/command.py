@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from longspan.engine.engine import Engine
     from longspan.serve.service import ServeOptions
 
+KEY_VARIABLE = "LONGSPAN_API_KEY"
 QUESTION = "What is 417 + 286?"  # the bundled checkpoint can answer it
+_HIGHEST = 10**9  # of any limit; far beyond use, and safe to calculate with
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--api-key",
         metavar="KEY",
-        default=os.environ.get("LONGSPAN_API_KEY"),
+        default=os.environ.get(KEY_VARIABLE) or None,
         help="demanded of every request but /health, /metrics and /version (default: $LONGSPAN_API_KEY)",
     )
     group.add_argument(
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-body-mib",
         type=float,
         metavar="MIB",
-        default=64,
+        default=16,
         help="larger requests get 413 (default: %(default)s)",
     )
     group.add_argument(
@@ -64,9 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Serves until it is told to stop. Raises LongspanError for what can't be served."""
     for name in ("max_queue", "max_body_mib", "drain_seconds"):
-        if not getattr(args, name) >= 0:
+        if not 0 <= getattr(args, name) <= _HIGHEST:
             flag = f"--{name.replace('_', '-')}"
-            raise CapacityError(f"{flag} is {getattr(args, name)}.", remedy="It must not be negative.")
+            raise CapacityError(
+                f"{flag} is {getattr(args, name)}.", remedy=f"Give a number from 0 to {_HIGHEST}."
+            )
+    if args.api_key is not None and not args.api_key.strip():
+        raise CapacityError("--api-key is empty.", remedy="Give a key, or leave it out to ask for none.")
 
     from longspan.serve.server import Server, bind
 
@@ -80,16 +86,18 @@ def main(args: argparse.Namespace) -> int:
         engine = Engine.from_path(args.model, EngineOptions.from_args(args))
         options = ServeOptions(
             served_model_names=tuple(args.served_model_name or [args.model.resolve().name]),
-            api_key=args.api_key or None,
+            api_key=args.api_key and args.api_key.strip(),
             max_queue=args.max_queue,
             max_body_bytes=int(args.max_body_mib * 2**20),
         )
         async_engine = AsyncEngine(engine)
-        app = create_app(Service(async_engine, options), draining=lambda: server.should_exit)
+        service = Service(async_engine, options)
+        app = create_app(service, draining=lambda: server.should_exit)
         url = f"http://{_reachable(args.host)}:{listener.getsockname()[1]}"
         server = Server(
             app,
             drain_seconds=args.drain_seconds,
+            busy=lambda: service.busy,
             abort_all=async_engine.abort_all,
             on_start=lambda: print(_welcome(engine, options, url), flush=True),
             access_log=args.access_log,
@@ -111,7 +119,10 @@ def _welcome(engine: Engine, options: ServeOptions, url: str) -> str:
     lines = [f"{model}: {config.family}, {config.num_layers} layers, {engine.options.dtype}"]
     lines += [f"  {what:<16}{size:>10}  {remark}" for what, size, remark in engine.plan.lines()]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
-    key = " -H 'Authorization: Bearer '$LONGSPAN_API_KEY" if options.api_key else ""
+    key = ""
+    if options.api_key:
+        from_environment = options.api_key == os.environ.get(KEY_VARIABLE, "").strip()
+        key = f' -H "Authorization: Bearer {f"${KEY_VARIABLE}" if from_environment else "YOUR_KEY"}"'
     lines += [
         f"Serving on {url} (Ctrl-C stops). Try:",
         f"  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}",

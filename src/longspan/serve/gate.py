@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -22,7 +23,7 @@ class Gate:
         self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, draining: Callable[[], bool]
     ) -> None:
         self._app = app
-        self._api_key = api_key
+        self._keys = _as_sent(api_key) if api_key else None
         self._max_body_bytes = max_body_bytes
         self._draining = draining
 
@@ -40,7 +41,7 @@ class Gate:
     def _refusal(self, path: str, headers: Headers) -> JsonResponse | None:
         if path in OPEN_PATHS:
             return None
-        if self._api_key is not None and not _has_key(headers, self._api_key):
+        if self._keys is not None and not _has_key(headers, self._keys):
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
             return JsonResponse(error_object(401, message), 401, {"WWW-Authenticate": "Bearer"})
         if self._draining():
@@ -69,6 +70,16 @@ class Gate:
         return f"The body is larger than {self._max_body_bytes} bytes. Send less, or raise --max-body-mib."
 
 
-def _has_key(headers: Headers, api_key: str) -> bool:
+def _as_sent(api_key: str) -> list[bytes]:
+    """A key as clients may put it into a header: in UTF-8, and some in Latin-1."""
+    keys = [api_key.encode(errors="surrogateescape")]  # what the environment has need not be UTF-8
+    with suppress(UnicodeEncodeError):
+        keys.append(api_key.encode("latin-1"))
+    return keys
+
+
+def _has_key(headers: Headers, keys: list[bytes]) -> bool:
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), api_key.encode())
+    sent = key.strip(" \t").encode("latin-1")  # the bytes that came: starlette reads headers as Latin-1
+    matches = [secrets.compare_digest(sent, key) for key in keys]
+    return scheme.lower() == "bearer" and any(matches)

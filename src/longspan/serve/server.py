@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from longspan.errors import CapacityError
+from longspan.serve.connection import Connection
 
 _GRACE_AFTER_ABORT = 5  # seconds that aborted requests have to tell their clients
+_DRAIN_POLL = 0.05  # seconds
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -34,13 +37,17 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server. Told to stop, it lets requests run for `drain_seconds`, then calls `abort_all`."""
+    """uvicorn's server. Told to stop, it lets requests run for `drain_seconds`, then calls `abort_all`.
+
+    While `busy()` it goes on listening, so that who asks is told (by the app: 503) and not just refused.
+    """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
         drain_seconds: float,
+        busy: Callable[[], bool],
         abort_all: Callable[[], None],
         on_start: Callable[[], None],
         access_log: bool,
@@ -50,10 +57,11 @@ class Server(uvicorn.Server):
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="on",
-            timeout_graceful_shutdown=int(drain_seconds) + _GRACE_AFTER_ABORT,
+            http=Connection,
         )
         super().__init__(config)
         self._drain_seconds = drain_seconds
+        self._busy = busy
         self._abort_all = abort_all
         self._on_start = on_start
 
@@ -69,8 +77,13 @@ class Server(uvicorn.Server):
         self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._abort_all)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._drain_seconds
+        timer = loop.call_at(end, self._abort_all)
         try:
+            while self._busy() and not self.force_exit and loop.time() < end:
+                await asyncio.sleep(_DRAIN_POLL)
+            self.config.timeout_graceful_shutdown = math.ceil(end - loop.time()) + _GRACE_AFTER_ABORT
             await super().shutdown(sockets)
         finally:
             timer.cancel()
