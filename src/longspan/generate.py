@@ -54,8 +54,10 @@ def main(args: argparse.Namespace) -> int:
     from longspan.engine.engine import Engine
 
     engine = Engine.from_path(args.model, EngineOptions.from_args(args))
-    engine.add(_request(engine, args))
+    request = _request(engine, args)
+    engine.add(request)
     screen = _Screen()
+    cut_off = False
     try:
         while engine.has_work:
             for output in engine.step():
@@ -63,8 +65,14 @@ def main(args: argparse.Namespace) -> int:
                     screen.show(delta)
                 if output.finish and output.finish.error:
                     raise output.finish.error
+                if output.finish:
+                    cut_off = output.finish.reason == "length"
     finally:
         screen.close()
+    if cut_off:
+        limit = request.params.max_tokens
+        why = f"--max-tokens {limit}" if limit else f"the end of the context of {engine.max_model_len} tokens"
+        print(f"longspan generate: the text is cut off by {why}", file=sys.stderr)
     return 0
 
 
@@ -103,6 +111,7 @@ class _Screen:
 
     def __init__(self) -> None:
         self._dim = False
+        self._in_reasoning = False  # on stderr
 
     def show(self, delta: Any) -> None:
         from longspan.chat import ReasoningDelta, ToolCallArguments, ToolCallStart
@@ -123,6 +132,7 @@ class _Screen:
     def _write_reasoning(self, text: str) -> None:
         if not sys.stdout.isatty():
             print(text, end="", file=sys.stderr, flush=True)
+            self._in_reasoning = True
             return
         if not self._dim:
             self._dim = True
@@ -134,5 +144,8 @@ class _Screen:
         if self._dim:
             self._dim = False
             sys.stdout.write("\033[0m\n")
+        if self._in_reasoning:
+            self._in_reasoning = False
+            print(file=sys.stderr, flush=True)
         sys.stdout.write(text)
         sys.stdout.flush()

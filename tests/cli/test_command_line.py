@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -86,11 +87,29 @@ def test_generate_reads_stdin_and_keeps_reasoning_out_of_a_pipe(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     assert main(arguments) == 0
     captured = capsys.readouterr()
-    assert captured.out == "\n" and len(captured.err) > 10
+    reasoning, note = captured.err.rsplit("\nlongspan generate: ", 1)
+    assert captured.out == "\n" and len(reasoning) > 10
+    assert "cut off by --max-tokens 12" in note
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
     assert main([*arguments, "--no-thinking"]) == 0
     captured = capsys.readouterr()
-    assert len(captured.out) > 10 and captured.err == ""
+    assert len(captured.out) > 10 and captured.err.startswith("longspan generate: ")
+
+
+def test_generate_says_that_the_context_is_full(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(checkpoint), "--chat", "Hello", "--max-model-len", "128", "--seed", "3"]
+    assert main(arguments) == 0
+    assert "context of 128 tokens" in capsys.readouterr().err
+
+
+def test_generate_says_nothing_of_a_text_that_ended(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(checkpoint), "--prompt", "x", "--seed", "3", "--max-tokens", "60"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert main([*arguments, "--stop", said[5:8]]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -122,10 +141,33 @@ def test_serve_refuses_a_taken_port_before_it_reads_anything(
     assert f"port {port}" in shown and "--port" in shown
 
 
-@pytest.mark.parametrize("flag", ["--max-queue", "--max-body-mib", "--drain-seconds"])
-def test_serve_refuses_negative_limits(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "x", flag, "-1"]) == 2
-    assert f"{flag} is -1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--max-queue", "-1"),
+        *itertools.product(("--max-body-mib", "--drain-seconds"), ("-1", "inf", "-inf", "nan", "1e300")),
+    ],
+)
+def test_serve_refuses_limits_that_are_none(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "x", f"{flag}={value}"]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"longspan serve: {flag} is ") and "from 0" in shown
+
+
+def test_serve_refuses_an_empty_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "x", "--api-key", " "]) == 2
+    assert "--api-key is empty" in capsys.readouterr().err
+
+
+def test_inspect_of_a_file_of_weights_asks_for_the_directory(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next(checkpoint.glob("*.safetensors"))
+    assert main(["inspect", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert file.name in shown and "directory" in shown
 
 
 def test_an_interrupt_ends_a_command_quietly(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,35 @@ USER: Any = [{"role": "user", "content": "Hello"}]
 MODEL = "random"
 
 
+def pasted(server: ServerProcess, **environment: str) -> tuple[str, dict[str, str], Any]:
+    """What the shell makes of the line that was printed: address, headers and body for curl."""
+    line = next(line for line in server.welcome.splitlines() if "curl" in line)
+    program = f'curl() {{ printf "%s\\n" "$@"; }}; {line}'
+    shell = subprocess.run(["sh", "-c", program], env=environment, capture_output=True, text=True, check=True)
+    url, *words = shell.stdout.splitlines()
+    values = dict(enumerate(words))
+    headers = dict(values[i + 1].split(": ") for i in values if values[i] == "-H")
+    body = next(values[i + 1] for i in values if values[i] == "-d")
+    return url, headers, json.loads(body)
+
+
 def test_the_printed_curl_line_is_answered(random_server: ServerProcess) -> None:
-    data = random_server.welcome.rsplit("-d '", 1)[1].rsplit("'", 1)[0]
-    answer = random_server.post(CHAT, json.loads(data) | {"max_tokens": 3})
+    url, headers, body = pasted(random_server)
+    answer = httpx.post(url, headers=headers, json=body | {"max_tokens": 3}, timeout=60)
     assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_a_wrong_body_of_some_megabytes_keeps_nobody_waiting(random_server: ServerProcess) -> None:
+    with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=random_server.url) as client:
+        answers = [
+            pool.submit(random_server.post, TEXT, {"prompt": [item] * 1_000_000}) for item in (1.5, "a", [])
+        ]
+        polls = 0
+        while not all(answer.done() for answer in answers):
+            assert client.get("/health").status_code == 200
+            polls += 1
+    assert {answer.result().status_code for answer in answers} == {400}
+    assert polls > 10
 
 
 def test_a_stream_says_the_same_as_the_whole_answer_with_the_same_usage(random_server: ServerProcess) -> None:
@@ -111,7 +137,8 @@ def test_keys_names_and_queue_limits_are_flags(random_dir: Path, monkeypatch: py
         "--served-model-name kimi k --max-queue 0 --max-num-seqs 2 --max-body-mib 0.001 --drain-seconds 0.1"
     )
     with server_process(random_dir, *flags.split()) as server:
-        assert "$LONGSPAN_API_KEY" in server.welcome and "s3cret" not in server.welcome
+        _, headers, _ = pasted(server, LONGSPAN_API_KEY="s3cret")
+        assert headers["Authorization"] == "Bearer s3cret" and "s3cret" not in server.welcome
         with pytest.raises(openai.AuthenticationError):
             server.client().models.list()
         client = server.client(api_key="s3cret")
@@ -130,6 +157,16 @@ def test_keys_names_and_queue_limits_are_flags(random_dir: Path, monkeypatch: py
             for answer in running:
                 with pytest.raises(openai.InternalServerError, match="shutting down"):
                     answer.result()
+
+
+def test_a_key_given_as_a_flag_is_not_printed_and_not_taken_from_elsewhere(random_dir: Path) -> None:
+    with server_process(random_dir, "--api-key", " s3crét ") as server:
+        url, headers, body = pasted(server)
+        assert headers["Authorization"] == "Bearer YOUR_KEY" and "s3cr" not in server.welcome
+        right = headers["Authorization"].replace("YOUR_KEY", "s3crét").encode()
+        body = body | {"max_tokens": 1}
+        assert httpx.post(url, headers=headers, json=body).status_code == 401
+        assert httpx.post(url, headers={b"Authorization": right}, json=body, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

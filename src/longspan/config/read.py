@@ -36,6 +36,10 @@ def load_config(path: str | os.PathLike[str], *, latent_norm_eps: float = LATENT
     generation_config.json and tokenizer_config.json beside it are read for the ids of special tokens.
     """
     path = Path(path)
+    if path.is_file() and path.suffix != ".json":
+        raise ConfigError(
+            f"{path} is not a config.json.", remedy="Give the checkpoint's directory or its config.json."
+        )
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"{file} does not exist.", remedy="Give a checkpoint directory or its config.json.")
