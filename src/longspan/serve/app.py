@@ -149,7 +149,8 @@ def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], boo
     async def model(name: str) -> dict[str, Any]:
         return card(service.model_name(name))
 
-    @app.api_route("/health", methods=["GET", "HEAD"])
+    @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         if draining() or not service.engine.healthy:
             what = "the server is shutting down" if draining() else "the engine has died"

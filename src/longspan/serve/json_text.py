@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from json.scanner import py_make_scanner
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any
 
 from fastapi import Response
