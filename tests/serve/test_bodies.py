@@ -105,14 +105,20 @@ def test_health_is_answered_while_a_body_is_being_read(
 
 
 def test_threads_run_while_a_body_of_many_parts_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def turns() -> int:
+        """How often this thread gets on while another reads."""
+        reader = threading.Thread(target=read_json, args=(raw,))
+        count = 0
+        reader.start()
+        while reader.is_alive():
+            time.sleep(0.0005)
+            count += 1
+        return count
+
+    raw = filled("[", "[]", "]", count=3 * COUNT)
+    at_once = turns()
     monkeypatch.setattr(json_text, "MAX_MARKS", COUNT)
-    reader = threading.Thread(target=read_json, args=(filled("[", "[]", "]"),))
-    reader.start()
-    turns = 0
-    while reader.is_alive():
-        time.sleep(0.001)
-        turns += 1
-    assert turns > 10
+    assert turns() > 3 * at_once
 
 
 def test_a_text_that_can_never_fit_is_refused_before_it_is_encoded(
