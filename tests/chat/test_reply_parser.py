@@ -26,6 +26,7 @@ from longspan.chat import (
     collect,
     render,
 )
+from longspan.chat.reply_parser import _TAGS
 from longspan.chat.xtml import CONTROL_TOKENS
 
 MARKER = re.compile("(" + "|".join(map(re.escape, CONTROL_TOKENS)) + ")")
@@ -345,7 +346,7 @@ def test_text_after_a_stray_opening_token_is_not_lost(tokenizer):
 
 
 @pytest.mark.parametrize("end", ["<|sep|>", "<|open|>", "<|close|>", "<|end_of_msg|>", ""])
-@pytest.mark.parametrize("name", "think response tools message call argument json hello".split())
+@pytest.mark.parametrize("name", [*_TAGS, "hello"])
 @pytest.mark.parametrize("token", ["<|open|>", "<|close|>"])
 def test_text_that_stands_in_a_tag_is_not_lost(tokenizer, token, name, end):
     reply = read(tokenizer, f"x{token}{name} there general{end}")
