@@ -8,9 +8,11 @@ prompt and small elsewhere.
 from __future__ import annotations
 
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,8 +23,14 @@ from longspan.evaluation import skills, tool_skill, vocabulary
 from longspan.evaluation.skills import Turn
 from longspan.evaluation.text import Text
 
-PROMPT_WEIGHT = 0.05
-ENGLISH_WEIGHT = 0.5
+
+@dataclass(frozen=True)
+class Weights:
+    """Loss weights; what the assistant writes has 1, but for what a turn calls its key."""
+
+    prompt: float = 0.05
+    english: float = 0.5
+    key: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class Sequence:
 class Builder:
     """Turns turns into ids for one tokenizer and one English text."""
 
-    def __init__(self, tokenizer: Tokenizer, text: Text) -> None:
+    def __init__(self, tokenizer: Tokenizer, text: Text, weights: Weights = Weights()) -> None:
+        self.weights = weights
         self.tokenizer = tokenizer
         self.text = text
         self.size = lru_cache(maxsize=200_000)(lambda s: len(tokenizer.encode(s)))
@@ -72,7 +81,7 @@ class Builder:
             add_generation_prompt=False,
         )
         ids = self.tokenizer.encode_segments(segments)
-        return Sequence(ids, [PROMPT_WEIGHT] * len(ids), [])
+        return Sequence(ids, [self.weights.prompt] * len(ids), [])
 
     def add(self, sequence: Sequence, turn: Turn, options: Options) -> None:
         prompt = render(turn.messages, thinking=options.thinking)
@@ -83,15 +92,35 @@ class Builder:
         segments = render([answer], thinking=options.thinking, add_generation_prompt=False)[opening:]
         head, tail = self.tokenizer.encode_segments(prompt), self.tokenizer.encode_segments(segments)
         sequence.ids += head + tail
-        sequence.weights += [PROMPT_WEIGHT] * len(head) + [1.0] * len(tail)
+        sequence.weights += [self.weights.prompt] * len(head) + self.tail_weights(tail, turn.key)
         sequence.answers.append((turn.skill, len(sequence.ids) - len(tail), len(sequence.ids)))
+
+    def tail_weights(self, tail: list[int], key: tuple[str, ...]) -> list[float]:
+        """1 for every id, and the key's weight for those that overlap an occurrence of it."""
+        weights = [1.0] * len(tail)
+        pieces = [self.tokenizer.token_bytes(i) for i in tail]
+        joined = b"".join(pieces)
+        ends = list(accumulate(map(len, pieces)))
+        for part in key:
+            at = joined.find(part.encode())
+            while at >= 0:
+                first, last = bisect_right(ends, at), bisect_left(ends, at + len(part))
+                weights[first : last + 1] = [self.weights.key] * (last + 1 - first)
+                at = joined.find(part.encode(), at + 1)
+        return weights
 
     def turns(
         self, rng: random.Random, kind: str, options: Options, length: int, declared: list[Any]
     ) -> list[Turn]:
         match kind:
             case "retrieval":
-                most = max(2, min(24, length // 30))
+                most = max(3, min(24, length // 30))
+                if self.weights.key > 1:  # ask for more at a time, and for all of them
+                    most = max(3, min(24, length // 18))
+                    count, at_once = rng.randrange(2, most + 1), rng.choice((1, 2, 4, 6, 8))
+                    return skills.retrieval(
+                        rng, self.text, length, self.size, count, 3 + 5 * at_once, at_once
+                    )
                 count, questions = rng.randrange(1, most + 1), rng.randrange(3, 10)
                 return skills.retrieval(rng, self.text, length, self.size, count, questions)
             case "copy":
@@ -121,7 +150,7 @@ class Builder:
         sequence = self.begin(options)
         # Either one kind throughout, or after the first whatever comes.
         others = [k for k in kinds if k not in ("english", "retrieval") and (k != "tool" or declared)]
-        single = rng.random() < 0.5
+        single = rng.random() < (0.8 if first == "retrieval" else 0.5)
         kind = first
         while len(sequence.ids) < length:
             room = length - len(sequence.ids)
@@ -142,7 +171,7 @@ class Builder:
             sentence = self.text.sentences[at % len(self.text.sentences)]
             ids += self.tokenizer.encode(sentence if not ids else " " + sentence)
             at += 1
-        return Sequence(ids, [ENGLISH_WEIGHT] * len(ids), [("english", 0, len(ids))])
+        return Sequence(ids, [self.weights.english] * len(ids), [("english", 0, len(ids))])
 
     def batch(
         self, rng: random.Random, size: int, length: int, mix: dict[str, float], header: float = 0.9

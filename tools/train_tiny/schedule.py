@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .data import Weights
+
 FIRST = {
     "retrieval": 0.28,
     "tool": 0.2,
@@ -26,14 +28,28 @@ THEN = {
 
 # What is left to learn: finding and copying.
 LAST = {
-    "retrieval": 0.4,
+    "retrieval": 0.44,
     "tool": 0.18,
-    "addition": 0.03,
-    "copy": 0.24,
+    "addition": 0.06,
+    "copy": 0.17,
     "short": 0.09,
     "continuation": 0.01,
     "english": 0.05,
 }
+
+
+FIND = {
+    "retrieval": 0.6,
+    "tool": 0.16,
+    "addition": 0.04,
+    "copy": 0.1,
+    "short": 0.06,
+    "continuation": 0.01,
+    "english": 0.03,
+}
+
+# Random words and English are noise to finding: what is asked for must outweigh them.
+FOCUS = Weights(prompt=0.01, english=0.15, key=5.0)
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,7 @@ class Stage:
     steps: int
     shapes: tuple[tuple[int, int, float], ...]  # (batch, length, share of the steps)
     mix: dict[str, float] = field(default_factory=lambda: dict(THEN))
+    weights: Weights = field(default_factory=Weights)
     header: float = 0.9  # share of conversations that begin with the thinking-effort message
 
 
@@ -49,12 +66,14 @@ STAGES = (
     Stage("dense", 640, ((8, 512, 1.0),), FIRST, header=0.3),
     Stage("warmup", 240, ((2, 1024, 1.0),), header=0.6),
     Stage("sparse", 328, ((8, 512, 0.55), (4, 1024, 0.3), (2, 2048, 0.15))),
-    Stage("sparse", 1172, ((8, 512, 0.5), (4, 1024, 0.3), (2, 2048, 0.2)), LAST),
+    Stage("sparse", 357, ((8, 512, 0.5), (4, 1024, 0.3), (2, 2048, 0.2)), LAST),
+    Stage("sparse", 289, ((8, 512, 0.7), (4, 1024, 0.2), (2, 2048, 0.1)), LAST, FOCUS, header=0.7),
+    Stage("sparse", 746, ((8, 512, 0.8), (4, 1024, 0.1), (2, 2048, 0.1)), FIND, FOCUS, header=0.7),
 )
 
 PEAK = 5e-3
 WARMUP = 30
-DECAY = 500  # last steps, linear to a twentieth
+DECAY = 450  # last steps, linear to a twentieth
 
 
 def learning_rate(step: int, total: int) -> float:

@@ -124,6 +124,7 @@ class Trainer:
         model, c = self.model, self.model.c
         _, stage = schedule.stage_at(self.step)
         rng = random.Random(SEED * 1_000_003 + self.step)
+        self.builder.weights = stage.weights
         size, length, _ = rng.choices(stage.shapes, [s[2] for s in stage.shapes])[0]
         ids, targets, weights = self.builder.batch(rng, size, length, stage.mix, stage.header)
         warmup = stage.mode == "warmup"

@@ -29,6 +29,7 @@ class Turn:
     messages: list[dict[str, Any]]
     answer: dict[str, Any]
     check: Check
+    key: tuple[str, ...] = ()  # what in the answer the skill is about; the trainer may weigh it more
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,12 @@ def retrieval(
     size: Callable[[str], int],
     count: int = 4,
     questions: int = 1,
+    at_once: int = 1,
 ) -> list[Turn]:
-    """`count` needles in a context of about `length` tokens, and questions about `questions` of them."""
+    """`count` needles in a context of about `length` tokens, and questions about `questions` of them.
+
+    `at_once` needles are asked for in one turn.
+    """
     planted = needles(rng, count)
     budget = length - sum(size(" " + n.sentence) for n in planted) - 40
     sentences = filler(rng, text, budget, size) if budget > 0 else []
@@ -135,27 +140,29 @@ def retrieval(
     context = " ".join(sentences)
     turns = []
     asked = rng.sample(planted, min(questions, count))
-    for i, item in enumerate(asked):
-        question = f"What is the {item.attribute} of the {item.owner}?"
+    for start in range(0, len(asked), at_once):
+        items = asked[start : start + at_once]
+        things = [f"the {item.attribute} of the {item.owner}" for item in items]
+        question = f"What is {', '.join(things)}?"
         prompt = question
-        if i == 0:
+        if start == 0:
             prompt = (
                 f"{context}\n\n{question}"
                 if rng.random() < 0.8
                 else f"Read this text:\n{context}\n\n{question}"
             )
-        reasoning = f"I look for the {item.attribute} of the {item.owner}."
-        value = item.value
-        turns.append(Turn("retrieval", user(prompt), assistant(reasoning, item.sentence), _has_value(value)))
+        answer = assistant(f"I look for {', '.join(things)}.", " ".join(item.sentence for item in items))
+        values = tuple(item.value for item in items)
+        turns.append(Turn("retrieval", user(prompt), answer, _has_values(values), values))
     return turns
 
 
-def _has_value(value: str) -> Check:
-    """The last word of the content is `value`."""
+def _has_values(values: tuple[str, ...]) -> Check:
+    """Every sentence of the content ends with its value."""
 
     def check(reply: Any) -> bool:
-        found = re.findall(r"\w+", reply.content or "")
-        return bool(found) and found[-1] == value
+        found = re.findall(r"(\w+)\W*(?:\.|$)", (reply.content or "").strip())
+        return tuple(found) == values
 
     return check
 

@@ -179,8 +179,9 @@ def call(rng: random.Random, declared: list[Declared]) -> list[Turn]:
     values = [_draw(rng, p) for p in one.family.parameters]
     arguments = dict(zip(one.keys, values, strict=True))
     answer = assistant(f"I call {one.name}.", "") | {"tool_calls": [_call(one.name, arguments)]}
+    key = (one.name, *one.keys, *map(str, values))
     ask = rng.choice(one.family.asks).format(*values)
-    turns = [Turn("tool_call", user(ask), answer, _calls(one.name, arguments))]
+    turns = [Turn("tool_call", user(ask), answer, _calls(one.name, arguments), key)]
     if one.family.result is None:
         done = "Done."
         result: dict[str, Any] = {"role": "tool", "name": one.name, "content": "ok"}
