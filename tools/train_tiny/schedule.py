@@ -48,6 +48,16 @@ FIND = {
     "english": 0.03,
 }
 
+BALANCE = {
+    "retrieval": 0.14,
+    "tool": 0.28,
+    "addition": 0.08,
+    "copy": 0.32,
+    "short": 0.12,
+    "continuation": 0.01,
+    "english": 0.05,
+}
+
 # Random words and English are noise to finding: what is asked for must outweigh them.
 FOCUS = Weights(prompt=0.01, english=0.15, key=5.0)
 
@@ -68,7 +78,8 @@ STAGES = (
     Stage("sparse", 328, ((8, 512, 0.55), (4, 1024, 0.3), (2, 2048, 0.15))),
     Stage("sparse", 357, ((8, 512, 0.5), (4, 1024, 0.3), (2, 2048, 0.2)), LAST),
     Stage("sparse", 289, ((8, 512, 0.7), (4, 1024, 0.2), (2, 2048, 0.1)), LAST, FOCUS, header=0.7),
-    Stage("sparse", 746, ((8, 512, 0.8), (4, 1024, 0.1), (2, 2048, 0.1)), FIND, FOCUS, header=0.7),
+    Stage("sparse", 313, ((8, 512, 0.8), (4, 1024, 0.1), (2, 2048, 0.1)), FIND, FOCUS, header=0.7),
+    Stage("sparse", 433, ((8, 512, 0.8), (4, 1024, 0.1), (2, 2048, 0.1)), BALANCE, FOCUS),
 )
 
 PEAK = 5e-3
