@@ -19,7 +19,7 @@ from longspan.evaluation.runner import fresh_requests
 from longspan.evaluation.skills import Request
 from longspan.evaluation.text import Text
 
-ASKED, RIGHT = 8, 7
+ASKED, RIGHT = 16, 13
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def body_of(request: Request) -> dict[str, Any]:
 def whole(server: ServerProcess, body: dict[str, Any]) -> tuple[SimpleNamespace, Any]:
     answer = server.client().chat.completions.create(**body)
     message = answer.choices[0].message.model_dump()
-    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    calls = [{"function": call["function"]} for call in message.get("tool_calls") or ()]
     return SimpleNamespace(
         content=message["content"],
         reasoning=message.get("reasoning_content"),
@@ -54,8 +54,8 @@ def streamed(server: ServerProcess, body: dict[str, Any]) -> tuple[SimpleNamespa
             reasoning += delta.get("reasoning_content") or ""
             for piece in delta.get("tool_calls") or ():
                 if piece["id"]:
-                    calls.append({"arguments": "", "name": piece["function"]["name"]})
-                calls[piece["index"]]["arguments"] += piece["function"]["arguments"]
+                    calls.append({"function": {"arguments": "", "name": piece["function"]["name"]}})
+                calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
             reason = choice.finish_reason or reason
     return SimpleNamespace(
         content=content or None, reasoning=reasoning or None, tool_calls=calls, finish_reason=reason
