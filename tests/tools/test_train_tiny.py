@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from train_tiny import tokenizer as tokenizer_training
-from train_tiny.data import Builder, Options
+from train_tiny.data import Builder, Options, tokenizer_texts
 from train_tiny.export import config_json, export, load_published, published_tensors
 from train_tiny.kda import CHUNK, kda_chunked, kda_recurrent, unit_lower_inverse
 from train_tiny.model import Config, TinyK31
@@ -177,6 +177,13 @@ def test_the_tokenizer_never_merges_digits_and_has_the_special_offsets(tmp_path:
     assert len(tokenizer.encode("the")) < 3
     for offset, name in tokenizer_training.SPECIAL.items():
         assert tokenizer.special[name] == 265 + offset
+
+
+def test_the_tokenizer_is_trained_on_text_and_on_every_kind_of_conversation(tiny_dir: Path) -> None:
+    text = Text.read(tiny_dir / "heldout.txt")
+    texts = "\n".join(tokenizer_texts(text, conversations=20))
+    assert text.sentences[0] in texts
+    assert all(part in texts for part in ("argument", "I look for", "I copy the text", "# Tools"))
 
 
 @pytest.mark.parametrize("thinking", [True, False])

@@ -206,5 +206,6 @@ class _Measure(Builder):
     """A builder without a tokenizer: sizes are guessed from the number of characters."""
 
     def __init__(self, text: Text) -> None:
+        self.weights = Weights()
         self.text = text
         self.size = lambda s: len(s) // 4
