@@ -44,11 +44,16 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="folder of the checkpoint")
-    parser.add_argument("--skills", default=",".join(SKILLS), help="default: all (%(default)s)")
-    parser.add_argument("--samples", type=int, default=50, help="questions per skill (default: %(default)s)")
+    parser.add_argument(
+        "--skills", default=",".join(SKILLS), metavar="A,B", help=f"of {', '.join(SKILLS)} (default: all)"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=50, metavar="N", help="questions per skill (default: %(default)s)"
+    )
     parser.add_argument(
         "--lengths",
         default=",".join(map(str, LENGTHS)),
+        metavar="N,N",
         help="context lengths of retrieval in tokens; fewer questions beyond 4096 (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=2026, help="seed of the questions (default: %(default)s)")
