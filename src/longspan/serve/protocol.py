@@ -21,10 +21,10 @@ from pydantic import (
     model_validator,
 )
 
+from longspan.engine.request import MAX_STOPS
 from longspan.errors import RequestError
 from longspan.serve.json_text import read_json
 
-MAX_STOPS = 64  # stop strings are looked for in every step
 _SHOWN = 80  # characters of a field's name
 
 
