@@ -1,0 +1,43 @@
+// What a step computes, as ops/batch.py has it, in the form all layers of the step share: built once a step.
+#pragma once
+
+#include <vector>
+
+#include "tensor.h"
+
+namespace longspan {
+
+struct Batch {
+  int64_t tokens = 0, seqs = 0;
+  const int64_t* query_starts;   // [seqs + 1]
+  const int64_t* context_lens;   // [seqs]
+  const int64_t* block_tables;   // [seqs, >= pages in use], rows `table_stride` apart
+  int64_t table_stride = 0;
+  const int64_t* slot_mapping;   // [tokens]
+  const int64_t* state_slots;    // [seqs]
+  std::vector<int64_t> row_seq;  // [tokens] the sequence of each row
+  std::vector<int64_t> visible;  // [tokens] how many tokens of its sequence the row sees, itself included
+
+  Batch(int64_t tokens, int64_t seqs, Address query_starts, Address context_lens, Address block_tables,
+        int64_t table_stride, Address slot_mapping, Address state_slots)
+      : tokens(tokens),
+        seqs(seqs),
+        query_starts(at<const int64_t>(query_starts)),
+        context_lens(at<const int64_t>(context_lens)),
+        block_tables(at<const int64_t>(block_tables)),
+        table_stride(table_stride),
+        slot_mapping(at<const int64_t>(slot_mapping)),
+        state_slots(at<const int64_t>(state_slots)),
+        row_seq(tokens),
+        visible(tokens) {
+    for (int64_t s = 0; s < seqs; ++s)
+      for (int64_t row = this->query_starts[s]; row < this->query_starts[s + 1]; ++row) {
+        row_seq[row] = s;
+        visible[row] = this->context_lens[s] + row - this->query_starts[s] + 1;
+      }
+  }
+
+  const int64_t* table(int64_t seq) const { return block_tables + seq * table_stride; }
+};
+
+}  // namespace longspan

@@ -1,0 +1,7 @@
+#include "tensor.h"
+
+namespace longspan {
+
+void bind_mla(nb::module_&) {}
+
+}  // namespace longspan

@@ -1,0 +1,1 @@
+"""The native column of the operator table: C++ kernels for the CPU, one module per instruction set."""
