@@ -52,6 +52,14 @@ endpoints:
   longspan inspect models/k31-tiny
   longspan inspect config.json --context 1000000 --json""",
     ),
+    "make-checkpoint": Command(
+        "Write a checkpoint of random weights, to measure and to test with.",
+        "longspan.make_checkpoint",
+        """\
+  longspan make-checkpoint /tmp/mini --shape mini
+  longspan make-checkpoint /tmp/k3-mini --shape mini --family k3 --seed 1
+  longspan make-checkpoint /tmp/real-layer --shape real-layer""",
+    ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",
         "longspan.evaluation",

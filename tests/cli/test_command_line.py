@@ -34,7 +34,10 @@ def test_help_of_a_command_shows_options_and_examples(
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     shown = capsys.readouterr().out
-    assert f"longspan {command} models/k31-tiny" in shown
+    assert (
+        f"\n  longspan {command} {'/tmp/mini' if command == 'make-checkpoint' else 'models/k31-tiny'}"
+        in shown
+    )
     assert shown.count("\n  -") > 1
 
 
@@ -49,7 +52,7 @@ def test_what_is_no_command_is_refused_with_the_usage(
     assert "usage: longspan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "make-checkpoint"])
 def test_a_missing_checkpoint_is_told_in_a_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

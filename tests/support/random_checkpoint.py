@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from longspan import make_checkpoint
 from longspan.config import parse_config
-from longspan.formats.inventory import TensorSpec, expected_tensors
-from longspan.formats.mx import quantize_mxfp4
 from longspan.formats.safetensors import save_checkpoint
+from longspan.shapes import ARCHITECTURES, MXFP4_EXPERTS
 
-ARCHITECTURES = {
-    "kimi-linear": "KimiLinearForCausalLM",
-    "k3": "KimiK3ForConditionalGeneration",
-    "k3.1": "KimiK31ForConditionalGeneration",
-}
 TOP_K = 7
 
 
@@ -86,46 +79,14 @@ def published_config(family: str, packed: bool = False, **changes: Any) -> dict[
     if family == "k3.1":
         text["dsa_config"] = {"index_n_heads": 3, "index_head_dim": 6, "index_topk": TOP_K}
     if packed:
-        weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-        text["quantization_config"] = {
-            "quant_method": "compressed-tensors",
-            "format": "mxfp4-pack-quantized",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        }
+        text["quantization_config"] = MXFP4_EXPERTS
     top = {"architectures": [ARCHITECTURES[family]], "model_type": "kimi_k3", "dtype": "bfloat16"}
     return top | {"text_config": text | changes}
 
 
 def random_tensors(values: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """A tensor for each that the config asks for, by canonical name."""
-    torch.manual_seed(seed)
-    config = parse_config(values)
-    tensors: dict[str, Tensor] = {}
-    for name, spec in expected_tensors(config).items():
-        if name.endswith("weight_packed"):
-            rows, half = spec.shape
-            packed, scale = quantize_mxfp4(torch.randn(rows, 2 * half) * (2 * half) ** -0.5)
-            tensors[name] = packed
-            tensors[name.replace("_packed", "_scale")] = scale
-        elif not name.endswith("weight_scale"):
-            dtype = torch.float32 if spec.dtypes[0] == "F32" else torch.bfloat16
-            tensors[name] = _random(name, spec).to(dtype)
-        if name.endswith("A_log"):
-            tensors[name].view(-1)[config.kda.num_heads :] = 0
-    return tensors
-
-
-def _random(name: str, spec: TensorSpec) -> Tensor:
-    noise = torch.randn(spec.shape)
-    if "norm" in name:
-        return noise * 0.1 + (0.0 if name.endswith("bias") else 1.0)
-    if name.endswith("embed_tokens.weight"):
-        return noise
-    if "conv1d" in name:
-        return noise * 0.5
-    if len(spec.shape) < 2 or name.endswith("A_log"):
-        return noise * 0.3
-    return noise * math.sqrt(1 / spec.shape[-1])
+    return make_checkpoint.random_tensors(parse_config(values), seed)
 
 
 def write_checkpoint(
