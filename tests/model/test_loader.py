@@ -16,7 +16,7 @@ from torch import Tensor
 import longspan
 from longspan.errors import CheckpointError, ConfigError, NonFiniteError
 from longspan.formats.safetensors import save_checkpoint
-from longspan.ops.experts import MxfpWeight
+from longspan.ops.moe import MxfpWeight
 
 IDS = list(range(0, 60, 3))
 

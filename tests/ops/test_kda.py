@@ -19,18 +19,31 @@ from longspan.ops.kda import (
     SEGMENT,
     TILE,
     KdaWeights,
+    LowRank,
     chunked_kda,
     kda,
+    kda_core,
     log_decay,
     recurrent_kda,
 )
 
 HEADS, DIM, KERNEL = 3, 6, 4
 P = HEADS * DIM
+HIDDEN = 10
 
 
-def make_weights(bound: float | None) -> KdaWeights:
+def make_weights(bound: float | None, low_rank_gate: bool = False) -> KdaWeights:
+    def w(*shape: int) -> Tensor:
+        return torch.randn(*shape) * shape[-1] ** -0.5
+
     return KdaWeights(
+        q=w(P, HIDDEN),
+        k=w(P, HIDDEN),
+        v=w(P, HIDDEN),
+        forget=LowRank(w(DIM, HIDDEN), w(P, DIM)),
+        beta=w(HEADS, HIDDEN),
+        gate=LowRank(w(DIM, HIDDEN), w(P, DIM)) if low_rank_gate else w(P, HIDDEN),
+        output=w(HIDDEN, P),
         conv=torch.randn(3 * P, KERNEL) * 0.5,
         a_log=torch.randn(HEADS) * 0.5,
         dt_bias=torch.randn(P),
@@ -115,7 +128,7 @@ def test_ragged_steps_over_poisoned_slots_equal_the_slow_twin(
         inputs = [
             torch.cat([r[i][d : d + t] for r, d, t in zip(rows, done, take, strict=True)]) for i in range(4)
         ]
-        y = kda(*inputs, weights, view, tables.batch(range(len(lengths)), take, done))
+        y = kda_core(*inputs, weights, view, tables.batch(range(len(lengths)), take, done))
         for s, part in enumerate(y.split(take)):
             outputs[s].append(part)
             done[s] += take[s]
@@ -225,10 +238,10 @@ def test_a_sequence_gives_the_same_alone_and_among_batch_mates() -> None:
     tables = Tables(len(lengths), 64)
     together = poisoned_view(tables)
     inputs = [torch.cat([r[i] for r in rows]) for i in range(4)]
-    y = kda(*inputs, weights, together, tables.batch(range(5), lengths, [0] * 5)).split(lengths)
+    y = kda_core(*inputs, weights, together, tables.batch(range(5), lengths, [0] * 5)).split(lengths)
     for s, n in enumerate(lengths):
         alone = poisoned_view(tables)
-        lone = kda(*rows[s], weights, alone, tables.batch([s], [n], [0]))
+        lone = kda_core(*rows[s], weights, alone, tables.batch([s], [n], [0]))
         torch.testing.assert_close(y[s], lone, atol=1e-6, rtol=1e-5)
         slot = tables.slots[s]
         torch.testing.assert_close(
@@ -248,7 +261,9 @@ def test_strided_state_and_window_are_updated_in_place() -> None:
     for n in (1, 20, 3):
         part = [r[context : context + n] for r in rows]
         batch = tables.batch([0], [n], [context])
-        torch.testing.assert_close(kda(*part, weights, strided, batch), kda(*part, weights, plain, batch))
+        torch.testing.assert_close(
+            kda_core(*part, weights, strided, batch), kda_core(*part, weights, plain, batch)
+        )
         context += n
     torch.testing.assert_close(strided.state[tables.slots[0]], plain.state[tables.slots[0]])
 
@@ -262,8 +277,25 @@ def test_bfloat16_rows_keep_a_float32_state() -> None:
         torch.full((tables.num_slots, HEADS, DIM, DIM), torch.nan),
         torch.full((tables.num_slots, KERNEL - 1, 3 * P), torch.nan, dtype=torch.bfloat16),
     )
-    y = kda(*rows, weights, view, tables.batch([0], [20], [0]))
+    y = kda_core(*rows, weights, view, tables.batch([0], [20], [0]))
     assert y.dtype == torch.bfloat16
     want, state = slow_kda(*rows, weights)
     torch.testing.assert_close(y.float(), want, atol=0.05, rtol=0.05)
     torch.testing.assert_close(view.state[tables.slots[0]], state, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("low_rank_gate", [False, True])
+@pytest.mark.parametrize("lengths", [[], [0], [1], [20], [9, 0, 3]])
+def test_the_layer_is_the_core_between_its_projections(low_rank_gate: bool, lengths: list[int]) -> None:
+    torch.manual_seed(6)
+    w = make_weights(-5.0, low_rank_gate)
+    tables = Tables(max(len(lengths), 1), 32)
+    xs = [torch.randn(n, HIDDEN) for n in lengths]
+    batch = tables.batch(range(len(lengths)), lengths, [0] * len(lengths))
+    got = kda(torch.cat([torch.empty(0, HIDDEN), *xs]), w, poisoned_view(tables), batch)
+    assert got.shape == (sum(lengths), HIDDEN)
+    for x, part in zip(xs, got.split(lengths), strict=True):
+        gate = w.gate.b @ w.gate.a if isinstance(w.gate, LowRank) else w.gate
+        qkv = x @ torch.cat([w.q, w.k, w.v]).T
+        y, _ = slow_kda(qkv, x @ (w.forget.b @ w.forget.a).T, x @ w.beta.T, x @ gate.T, w)
+        torch.testing.assert_close(part, y @ w.output.T, atol=5e-5, rtol=1e-4)

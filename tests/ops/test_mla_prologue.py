@@ -28,7 +28,9 @@ INDEX_HEADS, INDEX_DIM = 3, 4
 SCALE = (NOPE + ROPE) ** -0.5
 
 
-def make_weights(heads: int, lora: bool = True, index_from: int | None = None) -> MlaWeights:
+def make_weights(
+    heads: int, lora: bool = True, index_from: int | None = None, gated: bool = False
+) -> MlaWeights:
     """`index_from`: columns of the indexer's query projection, None without an indexer."""
 
     def w(*shape: int) -> Tensor:
@@ -55,6 +57,8 @@ def make_weights(heads: int, lora: bool = True, index_from: int | None = None) -
         nope_dim=NOPE,
         latent_norm_eps=1e-6,
         indexer=indexer,
+        gate=w(heads * VALUE, HIDDEN) if gated else None,
+        output=w(HIDDEN, heads * VALUE),
     )
 
 
@@ -79,19 +83,20 @@ def test_absorbed_and_expanded_attention_agree_at_any_head_count(
     heads: int, tokens: int, lora: bool, gated: bool
 ) -> None:
     torch.manual_seed(heads * 100 + tokens)
-    w, x = make_weights(heads, lora), torch.randn(tokens, HIDDEN)
-    gate = torch.randn(tokens, heads * VALUE) if gated else None
+    w, x = make_weights(heads, lora, gated=gated), torch.randn(tokens, HIDDEN)
     tables = Tables(1, tokens)
     view, batch = poisoned_view(tables), tables.batch([0], [tokens], [0])
 
     asked = mla_prologue(x, w, view, batch.slot_mapping)
     out, _ = sparse_attention(asked.query, view, batch, None, RANK, SCALE)
-    got = mla_epilogue(out, gate, w)
+    got = mla_epilogue(out, x, w)
 
     plain = mla_prologue(x, w, view, batch.slot_mapping, absorb=False)
     rows = view.latent.flatten(0, 1)[batch.slot_mapping]
     want = plain_attention(plain.query, rows, w)
-    torch.testing.assert_close(got, want if gate is None else want * gate.sigmoid(), atol=1e-5, rtol=1e-4)
+    if w.gate is not None:
+        want = want * (x @ w.gate.T).sigmoid()
+    torch.testing.assert_close(got, want @ w.output.T, atol=1e-5, rtol=1e-4)
 
 
 def test_latent_is_normalised_and_the_shared_key_is_not() -> None:
@@ -111,7 +116,7 @@ def test_only_the_mapped_rows_are_written() -> None:
     tables = Tables(2, 8)
     view, batch = poisoned_view(tables, index=True), tables.batch([1], [3], [4])
     mla_prologue(torch.randn(3, HIDDEN), w, view, batch.slot_mapping)
-    assert view.index_key is not None
+    assert isinstance(view.index_key, Tensor)
     for pages in (view.latent, view.index_key):
         written = (~pages.isnan().any(-1)).flatten().nonzero()[:, 0]
         assert written.tolist() == sorted(batch.slot_mapping.tolist())
@@ -135,7 +140,7 @@ def test_indexer_reads_the_source_that_its_columns_tell(source: str) -> None:
     key = x @ w.indexer.key.T
     key = (key - key.mean(-1, keepdim=True)) / (key.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
     key = key * w.indexer.key_norm_weight + w.indexer.key_norm_bias
-    assert view.index_key is not None
+    assert isinstance(view.index_key, Tensor)
     torch.testing.assert_close(view.index_key.flatten(0, 1)[batch.slot_mapping], key)
 
 
@@ -155,7 +160,7 @@ def test_bfloat16_agrees_with_float32_to_its_noise() -> None:
     low = dataclasses.replace(
         w,
         query=QueryLora(*(t.bfloat16() for t in (w.query.a, w.query.norm, w.query.b))),
-        **{name: getattr(w, name).bfloat16() for name in ("kv_a", "kv_a_norm", "kv_b")},
+        **{name: getattr(w, name).bfloat16() for name in ("kv_a", "kv_a_norm", "kv_b", "output")},
     )
     x = torch.randn(6, HIDDEN).bfloat16()
     tables = Tables(1, 8)
@@ -167,7 +172,7 @@ def test_bfloat16_agrees_with_float32_to_its_noise() -> None:
         )
         asked = mla_prologue(rows, weights, view, batch.slot_mapping)
         out, _ = sparse_attention(asked.query, view, batch, None, RANK, SCALE)
-        results.append(mla_epilogue(out, None, weights))
+        results.append(mla_epilogue(out, rows, weights))
     assert results[1].dtype == torch.bfloat16
     torch.testing.assert_close(results[1].float(), results[0], atol=0.05, rtol=0.05)
 
@@ -181,4 +186,4 @@ def test_no_rows_are_fine() -> None:
     assert asked.query.shape == (0, 2, RANK + ROPE)
     assert asked.index_query is not None and asked.index_query.shape == (0, INDEX_HEADS, INDEX_DIM)
     assert absorb_query(torch.empty(0, 2, NOPE + ROPE), w).shape == (0, 2, RANK + ROPE)
-    assert mla_epilogue(torch.empty(0, 2, RANK), None, w).shape == (0, 2 * VALUE)
+    assert mla_epilogue(torch.empty(0, 2, RANK), torch.empty(0, HIDDEN), w).shape == (0, HIDDEN)

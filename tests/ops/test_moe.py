@@ -1,4 +1,4 @@
-"""Router and routed experts against loops over tokens."""
+"""Router, experts and what surrounds them against loops over tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,16 @@ from longspan.config import ActivationConfig
 from longspan.errors import CheckpointError
 from longspan.formats.mx import dequantize_mxfp4, quantize_mxfp4
 from longspan.ops.activation import gated_activation
-from longspan.ops.experts import ExpertWeights, MxfpWeight, routed_experts
+from longspan.ops.ffn import FfnWeights, ffn
+from longspan.ops.moe import (
+    ExpertWeights,
+    LatentProjection,
+    MoeWeights,
+    MxfpWeight,
+    mix_experts,
+    moe_output,
+    routed_experts,
+)
 from longspan.ops.router import RouterWeights, route
 
 HIDDEN, WIDTH = 32, 64
@@ -132,7 +141,7 @@ def test_routed_experts_equal_a_loop_over_tokens(packed: bool, tokens: int, top_
         for j, e in enumerate(experts[t].tolist()):
             gate, up, down = plain[e]
             want[t] += weights[t, j] * (down @ gated_activation(gate @ z[t], up @ z[t], SITU))
-    got = routed_experts(z, experts, weights, bank, SITU)
+    got = mix_experts(z, experts, weights, bank, SITU)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 
 
@@ -147,9 +156,7 @@ def test_only_the_experts_that_are_hit_are_touched() -> None:
             return super().__getitem__(i)
 
     watched = Watched(bank)
-    routed_experts(
-        torch.randn(4, HIDDEN), torch.tensor([[2], [0], [2], [0]]), torch.ones(4, 1), watched, SITU
-    )
+    mix_experts(torch.randn(4, HIDDEN), torch.tensor([[2], [0], [2], [0]]), torch.ones(4, 1), watched, SITU)
     assert watched.touched == [0, 2]
 
 
@@ -159,9 +166,9 @@ def test_expert_outputs_are_rounded_and_then_summed_in_float32() -> None:
     z = torch.randn(6, HIDDEN).bfloat16()
     weights = torch.rand(6, 2)
     both = torch.tensor([[0, 1]]).expand(6, 2)
-    one = [routed_experts(z, both[:, e : e + 1], torch.ones(6, 1), bank, SITU).float() for e in (0, 1)]
+    one = [mix_experts(z, both[:, e : e + 1], torch.ones(6, 1), bank, SITU).float() for e in (0, 1)]
     want = (weights[:, :1] * one[0] + weights[:, 1:] * one[1]).bfloat16()
-    assert torch.equal(routed_experts(z, both, weights, bank, SITU), want)
+    assert torch.equal(mix_experts(z, both, weights, bank, SITU), want)
 
 
 def test_a_nan_row_stays_alone() -> None:
@@ -170,7 +177,7 @@ def test_a_nan_row_stays_alone() -> None:
     x = torch.randn(3, HIDDEN)
     x[1] = torch.nan
     experts, weights = route(x, make_router())
-    out = routed_experts(x, experts, weights, bank, SITU)
+    out = mix_experts(x, experts, weights, bank, SITU)
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
@@ -179,4 +186,83 @@ def test_a_nan_exponent_is_an_error() -> None:
     assert isinstance(bank[0].up, MxfpWeight)
     bank[0].up.scale[3, 0] = 255
     with pytest.raises(CheckpointError, match="255"):
-        routed_experts(torch.randn(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1), bank, SITU)
+        mix_experts(torch.randn(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1), bank, SITU)
+
+
+LATENT = HIDDEN  # of the experts that `make_bank` makes
+WIDE = 48  # hidden size of a model with latent experts
+
+
+def make_moe(latent: bool, norm: bool, shared: bool) -> MoeWeights:
+    hidden = WIDE if latent else HIDDEN
+    bank, _ = make_bank(4, packed=True)
+    return MoeWeights(
+        router=make_router(4, 2, gate=torch.randn(4, hidden)),
+        latent=LatentProjection(
+            down=torch.randn(LATENT, hidden) * 0.2,
+            norm=torch.rand(LATENT) if norm else None,
+            up=torch.randn(hidden, LATENT) * 0.2,
+        )
+        if latent
+        else None,
+        bank=bank,
+        shared=make_ffn(hidden) if shared else None,
+        activation=SITU,
+        norm_eps=1e-5,
+    )
+
+
+def make_ffn(hidden: int) -> FfnWeights:
+    return FfnWeights(
+        gate=torch.randn(WIDTH, hidden) * 0.2,
+        up=torch.randn(WIDTH, hidden) * 0.2,
+        down=torch.randn(hidden, WIDTH) * 0.2,
+        activation=SITU,
+    )
+
+
+@given(
+    tokens=st.integers(0, 5),
+    kind=st.sampled_from([(False, False), (True, False), (True, True)]),
+    shared=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_a_layer_is_router_experts_and_surroundings_in_order(
+    tokens: int, kind: tuple[bool, bool], shared: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    w = make_moe(*kind, shared)
+    x = torch.randn(tokens, WIDE if w.latent else HIDDEN)
+    r = routed_experts(x, w)
+    z = x @ w.latent.down.T if w.latent else x
+    torch.testing.assert_close(r, mix_experts(z, *route(x, w.router), w.bank, SITU))
+    want = r
+    if w.latent:
+        if w.latent.norm is not None:
+            want = want / (want.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w.latent.norm
+        want = want @ w.latent.up.T
+    if w.shared:
+        hidden = gated_activation(x @ w.shared.gate.T, x @ w.shared.up.T, SITU)
+        want = want + hidden @ w.shared.down.T
+    torch.testing.assert_close(moe_output(r, x, w), want, atol=1e-4, rtol=1e-4)
+
+
+def test_sums_of_disjoint_banks_make_the_whole() -> None:
+    """What ranks that hold a part of the experts each will add up."""
+    torch.manual_seed(4)
+    w, x = make_moe(True, True, True), torch.randn(6, WIDE)
+    none = ExpertWeights(torch.zeros(WIDTH, LATENT), torch.zeros(WIDTH, LATENT), torch.zeros(LATENT, WIDTH))
+    parts = [
+        dataclasses.replace(w, bank=[e if i % 2 == rank else none for i, e in enumerate(w.bank)])
+        for rank in (0, 1)
+    ]
+    r = routed_experts(x, parts[0]) + routed_experts(x, parts[1])
+    torch.testing.assert_close(moe_output(r, x, w), moe_output(routed_experts(x, w), x, w))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 3])
+def test_a_gated_mlp_is_the_definition(tokens: int) -> None:
+    torch.manual_seed(5)
+    w, x = make_ffn(HIDDEN), torch.randn(tokens, HIDDEN)
+    want = [w.down @ gated_activation(w.gate @ row, w.up @ row, SITU) for row in x]
+    torch.testing.assert_close(ffn(x, w), torch.stack(want) if want else x)

@@ -10,13 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ops.sampling import TokenCounts, apply_penalties, choose, filter_logits, uniform
+from longspan.ops.sampling import TokenCounts, apply_penalties, choose, filter_logits, sample, uniform
 
 
 def slow_filter(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
     """The tokens that stay."""
-    if temperature == 0:
-        return {max(range(len(row)), key=lambda i: (row[i], -i))}
     p = torch.tensor(row, dtype=torch.float64).div(temperature).softmax(0).tolist()
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     order = [i for i in order if p[i] >= min_p * max(p)]
@@ -39,7 +37,7 @@ def test_filters_keep_what_a_sorted_walk_keeps(data: st.DataObject) -> None:
     logits = torch.randn(rows, vocab) * 2
     if vocab > 2:
         logits[:, 2] = logits[:, 0]  # a tie
-    temperature = [data.draw(st.sampled_from([0.0, 0.6, 1.0, 3.0])) for _ in range(rows)]
+    temperature = [data.draw(st.sampled_from([0.6, 1.0, 3.0])) for _ in range(rows)]
     top_k = [data.draw(st.integers(0, vocab + 1)) for _ in range(rows)]
     top_p = [data.draw(st.sampled_from([0.03, 0.51, 0.93, 1.0])) for _ in range(rows)]
     min_p = [data.draw(st.sampled_from([0.0, 0.11, 0.77])) for _ in range(rows)]
@@ -53,9 +51,8 @@ def test_filters_keep_what_a_sorted_walk_keeps(data: st.DataObject) -> None:
     for r in range(rows):
         kept = slow_filter(logits[r].tolist(), temperature[r], top_k[r], top_p[r], min_p[r])
         assert set(got[r].isfinite().nonzero()[:, 0].tolist()) == kept
-        scale = temperature[r] or 1.0
         for i in kept:
-            assert math.isclose(float(got[r, i]), float(logits[r, i]) / scale, rel_tol=1e-5)
+            assert math.isclose(float(got[r, i]), float(logits[r, i]) / temperature[r], rel_tol=1e-5)
 
 
 def neutral(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -156,3 +153,34 @@ def test_uniform_numbers_are_reproducible_and_differ_by_seed_and_step(seed: int)
 def test_empty_batches_choose_nothing() -> None:
     assert choose(torch.empty(0, 5), torch.empty(0, dtype=torch.float64)).shape == (0,)
     assert filter_logits(torch.empty(0, 5), *neutral(0)).shape == (0, 5)
+
+
+@given(st.data())
+def test_a_sample_is_the_argmax_or_the_choice_among_what_the_filters_leave(data: st.DataObject) -> None:
+    vocab, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 5))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randint(-2, 3, (rows, vocab)).float()  # full of ties
+    temperature = torch.tensor([data.draw(st.sampled_from([0.0, 0.5, 1.0])) for _ in range(rows)])
+    top_k = torch.tensor([data.draw(st.integers(0, vocab + 1)) for _ in range(rows)], dtype=torch.int64)
+    top_p = torch.tensor([data.draw(st.sampled_from([0.4, 1.0])) for _ in range(rows)])
+    min_p = torch.tensor([data.draw(st.sampled_from([0.0, 0.3])) for _ in range(rows)])
+    uniforms = torch.rand(rows, dtype=torch.float64)
+    before = logits.clone()
+    got = sample(logits, temperature, top_k, top_p, min_p, uniforms)
+    assert got.shape == (rows,) and got.dtype == torch.int64 and torch.equal(logits, before)
+    for r in range(rows):
+        row = slice(r, r + 1)
+        if temperature[r] == 0:
+            values = logits[r].tolist()
+            assert int(got[r]) == values.index(max(values))
+        else:
+            kept = filter_logits(logits[row], temperature[row], top_k[row], top_p[row], min_p[row])
+            assert got[row].tolist() == choose(kept, uniforms[row]).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-38, 1e-30, 1.0])
+def test_large_logits_overflow_at_no_temperature(temperature: float) -> None:
+    logits = torch.tensor([[3e38, -3e38, 1.0]])
+    _, top_k, top_p, min_p = neutral(1)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    assert sample(logits, torch.tensor([temperature]), top_k, top_p, min_p, half).tolist() == [0]

@@ -85,10 +85,6 @@ class SamplingParams:
                 _integer(name, getattr(self, name), 0, min(vocab_size, MAX_LOGPROBS))
 
     @property
-    def greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
     def penalises(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 

@@ -128,22 +128,15 @@ class Sampler:
         )
 
     def _choose(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
-        tokens = logits.argmax(-1)  # the first of equals
-        drawn = [row for row, seq in enumerate(seqs) if not seq.params.greedy]
-        if drawn:
-            params = [seqs[row].params for row in drawn]
-            rows = logits[drawn]
-            # With the best at 0 no temperature, however small, can overflow.
-            rows = rows - rows.amax(-1, keepdim=True)
-            rows = self._ops.filter_logits(
-                rows,
-                torch.tensor([p.temperature for p in params], dtype=torch.float32),
-                torch.tensor([min(max(p.top_k, 0), logits.shape[1]) for p in params], dtype=torch.int64),
-                torch.tensor([p.top_p for p in params], dtype=torch.float32),
-                torch.tensor([p.min_p for p in params], dtype=torch.float32),
-            )
-            numbers = [uniform(seqs[row].stream, seqs[row].num_output_tokens) for row in drawn]
-            tokens[drawn] = self._ops.choose(rows, torch.tensor(numbers, dtype=torch.float64))
+        params = [seq.params for seq in seqs]
+        tokens = self._ops.sample(
+            logits,
+            torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            torch.tensor([min(max(p.top_k, 0), logits.shape[1]) for p in params], dtype=torch.int64),
+            torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            torch.tensor([uniform(s.stream, s.num_output_tokens) for s in seqs], dtype=torch.float64),
+        )
         return tokens.tolist()
 
 

@@ -17,17 +17,13 @@ from torch import Tensor
 
 from longspan.config import ModelConfig
 from longspan.memory.layout import allocate_views
-from longspan.model.weights import (
-    DecoderWeights,
-    DenseFfn,
-    KdaAttention,
-    LayerWeights,
-    LowRank,
-    MlaAttention,
-    MoeFfn,
-)
+from longspan.model.weights import DecoderWeights
 from longspan.ops.backend import Operators
 from longspan.ops.batch import KdaView, LayerView, MlaView, StepBatch
+from longspan.ops.ffn import FfnWeights
+from longspan.ops.kda import KdaWeights
+from longspan.ops.mla_prologue import MlaWeights
+from longspan.ops.moe import MoeWeights
 from longspan.token_ids import to_token_ids
 
 # Called with ("layer_output", layer, [T, hidden]) after each layer and, where the indexer chose,
@@ -71,80 +67,54 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, batch: StepBatch, views: Sequence[LayerView], observe: Observer | None = None) -> Tensor:
-        """Computes `batch` and updates `views`, one per layer -> logits [R, vocab] float32 of logit_rows."""
-        h = self.weights.embed[batch.token_ids]
-        if self.config.attn_res_block_size is None:
-            x = self._plain_layers(h, batch, views, observe)
-        else:
-            x = self._residual_attention_layers(h, batch, views, observe, self.config.attn_res_block_size)
-        return self.ops.lm_head(x, self.weights.lm_head)
+        """Computes `batch` and updates `views`, one per layer -> logits [R, vocab] float32 of logit_rows.
 
-    def _plain_layers(
-        self, h: Tensor, batch: StepBatch, views: Sequence[LayerView], observe: Observer | None
-    ) -> Tensor:
-        norm, eps = self.ops.rms_norm, self.config.rms_norm_eps
-        for i, (layer, view) in enumerate(zip(self.weights.layers, views, strict=True)):
-            h = h + self._attention(i, layer, norm(h, layer.attention_norm, eps), view, batch, observe)
-            h = h + self._ffn(layer, norm(h, layer.ffn_norm, eps))
-            if observe:
-                observe("layer_output", i, h)
-        return norm(h[batch.logit_rows], self.weights.norm, eps)
-
-    def _residual_attention_layers(
-        self,
-        p: Tensor,
-        batch: StepBatch,
-        views: Sequence[LayerView],
-        observe: Observer | None,
-        block_size: int,
-    ) -> Tensor:
-        """p, the prefix sum, restarts every `block_size` layers; what it was is frozen into `blocks`."""
-        mix, eps = self.ops.attention_residual, self.config.rms_norm_eps
+        The residual stream is `prefix`, to which the last `update` is yet to be added. Where it attends over
+        depth it restarts every `block_size` layers, and what it was is frozen into `blocks`.
+        """
+        residual, eps = self.ops.attention_residual, self.config.rms_norm_eps
+        block_size = self.config.attn_res_block_size
         blocks: list[Tensor] = []
+        prefix: Tensor | None = None
+        update = self.weights.embed[batch.token_ids]
         for i, (layer, view) in enumerate(zip(self.weights.layers, views, strict=True)):
-            if blocks:
-                x = mix([*blocks, p], layer.attention_residual, layer.attention_norm, eps)
-            else:  # nothing to attend over yet: the residual weights of layer 0 are unused
-                x = self.ops.rms_norm(p, layer.attention_norm, eps)
-            restart = i % block_size == 0
-            if restart:
-                blocks.append(p)
-            a = self._attention(i, layer, x, view, batch, observe)
-            p = a if restart else p + a
-            p = p + self._ffn(layer, mix([*blocks, p], layer.ffn_residual, layer.ffn_norm, eps))
+            x, prefix = residual(blocks, prefix, update, layer.attention_residual, layer.attention_norm, eps)
+            if block_size is not None and i % block_size == 0:
+                blocks.append(prefix)
+                prefix = None
+            update = self._attention(i, layer.attention, x, view, batch, observe)
+            x, prefix = residual(blocks, prefix, update, layer.ffn_residual, layer.ffn_norm, eps)
+            update = self._ffn(layer.ffn, x)
             if observe:
-                observe("layer_output", i, p)
-        sources = [source[batch.logit_rows] for source in (*blocks, p)]
-        return mix(sources, self.weights.output_residual, self.weights.norm, eps)
+                observe("layer_output", i, prefix + update)
+        assert prefix is not None, "a model has layers"
+        rows = batch.logit_rows
+        sources = [block[rows] for block in blocks]
+        x, _ = residual(
+            sources, prefix[rows], update[rows], self.weights.output_residual, self.weights.norm, eps
+        )
+        return self.ops.lm_head(x, self.weights.lm_head)
 
     def _attention(
         self,
         i: int,
-        layer: LayerWeights,
+        w: KdaWeights | MlaWeights,
         x: Tensor,
         view: LayerView,
         batch: StepBatch,
         observe: Observer | None,
     ) -> Tensor:
-        if isinstance(layer.attention, KdaAttention):
+        if isinstance(w, KdaWeights):
             assert isinstance(view, KdaView), f"layer {i} needs a KdaView"
-            return self._kda(layer.attention, x, view, batch)
+            return self.ops.kda(x, w, view, batch)
         assert isinstance(view, MlaView), f"layer {i} needs an MlaView"
-        return self._mla(i, layer.attention, x, view, batch, observe)
-
-    def _kda(self, w: KdaAttention, x: Tensor, view: KdaView, batch: StepBatch) -> Tensor:
-        linear = self.ops.linear
-        qkv = torch.cat([linear(x, w.q), linear(x, w.k), linear(x, w.v)], -1)
-        forget = self._low_rank(x, w.forget)
-        gate = self._low_rank(x, w.gate) if isinstance(w.gate, LowRank) else linear(x, w.gate)
-        y = self.ops.kda(qkv, forget, linear(x, w.beta), gate, w.core, view, batch)
-        return linear(y, w.output)
+        return self._mla(i, w, x, view, batch, observe)
 
     def _mla(
-        self, i: int, w: MlaAttention, x: Tensor, view: MlaView, batch: StepBatch, observe: Observer | None
+        self, i: int, w: MlaWeights, x: Tensor, view: MlaView, batch: StepBatch, observe: Observer | None
     ) -> Tensor:
         mla, indexer = self.config.mla, self.config.indexer
-        asked = self.ops.mla_prologue(x, w.core, view, batch.slot_mapping)
+        asked = self.ops.mla_prologue(x, w, view, batch.slot_mapping)
         selected = None
         # While nobody sees more than top_k tokens the choice is everything, which is what dense means.
         if indexer and batch.max_visible > indexer.top_k:
@@ -155,29 +125,9 @@ class Decoder:
                 observe("selected", i, selected)
         scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
         out, _ = self.ops.sparse_attention(asked.query, view, batch, selected, mla.kv_lora_rank, scale)
-        gate = None if w.gate is None else self.ops.linear(x, w.gate)
-        return self.ops.linear(self.ops.mla_epilogue(out, gate, w.core), w.output)
+        return self.ops.mla_epilogue(out, x, w)
 
-    def _ffn(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        if isinstance(layer.ffn, DenseFfn):
-            return self._dense(layer.ffn, x)
-        return self._moe(layer.ffn, x)
-
-    def _dense(self, w: DenseFfn, x: Tensor) -> Tensor:
-        linear = self.ops.linear
-        hidden = self.ops.gated_activation(linear(x, w.gate), linear(x, w.up), self.config.activation)
-        return linear(hidden, w.down)
-
-    def _moe(self, w: MoeFfn, x: Tensor) -> Tensor:
-        linear = self.ops.linear
-        experts, weights = self.ops.route(x, w.router)  # the full-width x, also when experts are latent
-        z = x if w.latent is None else linear(x, w.latent.down)
-        y = self.ops.routed_experts(z, experts, weights, w.bank, self.config.activation)
-        if w.latent is not None:
-            if w.latent.norm is not None:
-                y = self.ops.rms_norm(y, w.latent.norm, self.config.rms_norm_eps)
-            y = linear(y, w.latent.up)
-        return y if w.shared is None else y + self._dense(w.shared, x)
-
-    def _low_rank(self, x: Tensor, w: LowRank) -> Tensor:
-        return self.ops.linear(self.ops.linear(x, w.a), w.b)
+    def _ffn(self, w: FfnWeights | MoeWeights, x: Tensor) -> Tensor:
+        if isinstance(w, FfnWeights):
+            return self.ops.ffn(x, w)
+        return self.ops.moe_output(self.ops.routed_experts(x, w), x, w)

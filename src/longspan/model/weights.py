@@ -19,9 +19,10 @@ from longspan.errors import CheckpointError
 from longspan.formats.mx import dequantize_mxfp4
 from longspan.formats.progress import track
 from longspan.formats.safetensors import Checkpoint
-from longspan.ops.experts import ExpertWeights, MxfpWeight
-from longspan.ops.kda import KdaWeights
+from longspan.ops.ffn import FfnWeights
+from longspan.ops.kda import KdaWeights, LowRank
 from longspan.ops.mla_prologue import IndexerWeights, MlaWeights, QueryLora
+from longspan.ops.moe import ExpertWeights, LatentProjection, MoeWeights, MxfpWeight
 from longspan.ops.router import RouterWeights
 
 logger = logging.getLogger(__name__)
@@ -29,66 +30,7 @@ logger = logging.getLogger(__name__)
 LARGEST_SAFE_SCALE = 252  # 6, the largest FP4 value, times 2**125; float32 and bfloat16 end below 2**128
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """b @ a @ x."""
-
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
-
-
-@dataclass(frozen=True)
-class KdaAttention:
-    """A KDA layer. P = heads * head_dim."""
-
-    q: Tensor  # [P, hidden]
-    k: Tensor  # [P, hidden]
-    v: Tensor  # [P, hidden]
-    forget: LowRank
-    beta: Tensor  # [heads, hidden]
-    gate: Tensor | LowRank  # [P, hidden], or of low rank (Kimi-Linear)
-    core: KdaWeights
-    output: Tensor  # [hidden, P]
-
-
-@dataclass(frozen=True)
-class MlaAttention:
-    """A full-attention layer."""
-
-    core: MlaWeights
-    gate: Tensor | None  # [heads * value, hidden]
-    output: Tensor  # [hidden, heads * value]
-
-
-@dataclass(frozen=True)
-class DenseFfn:
-    """Gated MLP: the dense layers and the shared experts."""
-
-    gate: Tensor  # [width, hidden]
-    up: Tensor  # [width, hidden]
-    down: Tensor  # [hidden, width]
-
-
-@dataclass(frozen=True)
-class LatentProjection:
-    """Into the latent size of the experts and back."""
-
-    down: Tensor  # [latent, hidden]
-    norm: Tensor | None  # [latent]
-    up: Tensor  # [hidden, latent]
-
-
-@dataclass(frozen=True)
-class MoeFfn:
-    """Router, routed experts and what surrounds them."""
-
-    router: RouterWeights
-    latent: LatentProjection | None
-    bank: Sequence[ExpertWeights]
-    shared: DenseFfn | None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerWeights:
     """One layer. The residuals are norm weight times score vector, [hidden] float32; None when plain."""
 
@@ -96,11 +38,11 @@ class LayerWeights:
     ffn_norm: Tensor  # [hidden]
     attention_residual: Tensor | None
     ffn_residual: Tensor | None
-    attention: KdaAttention | MlaAttention
-    ffn: DenseFfn | MoeFfn
+    attention: KdaWeights | MlaWeights
+    ffn: FfnWeights | MoeWeights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecoderWeights:
     """The whole text model."""
 
@@ -181,23 +123,14 @@ class _Reader:
             else self._dense(f"{prefix}.mlp"),
         )
 
-    def _kda(self, prefix: str) -> KdaAttention:
+    def _kda(self, prefix: str) -> KdaWeights:
         kda = self._config.kda
         # Conv weights are [P, 1, kernel], in some exports [P, kernel].
         conv = [
             self.wide(f"{prefix}.{x}_conv1d.weight").reshape(-1, kda.conv_kernel_size)
             for x in ("q", "k", "v")
         ]
-        core = KdaWeights(
-            conv=torch.cat(conv),
-            # [1, 1, heads, 1] in Kimi-Linear; padded with zeros beyond the heads in K3.
-            a_log=self.wide(f"{prefix}.A_log").reshape(-1)[: kda.num_heads],
-            dt_bias=self.wide(f"{prefix}.dt_bias").reshape(-1),
-            o_norm=self.wide(f"{prefix}.o_norm.weight"),
-            gate_lower_bound=kda.gate_lower_bound,
-            norm_eps=self._config.rms_norm_eps,
-        )
-        return KdaAttention(
+        return KdaWeights(
             q=self.weight(f"{prefix}.q_proj.weight"),
             k=self.weight(f"{prefix}.k_proj.weight"),
             v=self.weight(f"{prefix}.v_proj.weight"),
@@ -206,14 +139,20 @@ class _Reader:
             gate=self.weight(f"{prefix}.g_proj.weight")
             if kda.full_rank_gate
             else self._low_rank(f"{prefix}.g"),
-            core=core,
             output=self.weight(f"{prefix}.o_proj.weight"),
+            conv=torch.cat(conv),
+            # [1, 1, heads, 1] in Kimi-Linear; padded with zeros beyond the heads in K3.
+            a_log=self.wide(f"{prefix}.A_log").reshape(-1)[: kda.num_heads],
+            dt_bias=self.wide(f"{prefix}.dt_bias").reshape(-1),
+            o_norm=self.wide(f"{prefix}.o_norm.weight"),
+            gate_lower_bound=kda.gate_lower_bound,
+            norm_eps=self._config.rms_norm_eps,
         )
 
     def _low_rank(self, prefix: str) -> LowRank:
         return LowRank(self.weight(f"{prefix}_a_proj.weight"), self.weight(f"{prefix}_b_proj.weight"))
 
-    def _mla(self, prefix: str) -> MlaAttention:
+    def _mla(self, prefix: str) -> MlaWeights:
         mla = self._config.mla
         if mla.q_lora_rank is None:
             query = self.weight(f"{prefix}.q_proj.weight")
@@ -223,7 +162,7 @@ class _Reader:
                 norm=self.weight(f"{prefix}.q_a_layernorm.weight"),
                 b=self.weight(f"{prefix}.q_b_proj.weight"),
             )
-        core = MlaWeights(
+        return MlaWeights(
             query=query,
             kv_a=self.weight(f"{prefix}.kv_a_proj_with_mqa.weight"),
             kv_a_norm=self.weight(f"{prefix}.kv_a_layernorm.weight"),
@@ -231,9 +170,6 @@ class _Reader:
             nope_dim=mla.qk_nope_head_dim,
             latent_norm_eps=mla.latent_norm_eps,
             indexer=self._indexer(f"{prefix}.indexer") if self._config.indexer else None,
-        )
-        return MlaAttention(
-            core=core,
             gate=self.weight(f"{prefix}.g_proj.weight") if mla.output_gate else None,
             output=self.weight(f"{prefix}.o_proj.weight"),
         )
@@ -249,14 +185,15 @@ class _Reader:
             key_norm_eps=self._config.indexer.norm_eps,
         )
 
-    def _dense(self, prefix: str) -> DenseFfn:
-        return DenseFfn(
+    def _dense(self, prefix: str) -> FfnWeights:
+        return FfnWeights(
             gate=self.weight(f"{prefix}.gate_proj.weight"),
             up=self.weight(f"{prefix}.up_proj.weight"),
             down=self.weight(f"{prefix}.down_proj.weight"),
+            activation=self._config.activation,
         )
 
-    def _moe(self, prefix: str) -> MoeFfn:
+    def _moe(self, prefix: str) -> MoeWeights:
         moe = self._config.moe
         router = RouterWeights(
             gate=self.weight(f"{prefix}.gate.weight"),
@@ -274,9 +211,14 @@ class _Reader:
                 norm=self.weight(f"{prefix}.routed_expert_norm.weight") if moe.latent_norm else None,
                 up=self.weight(f"{prefix}.routed_expert_up_proj.weight"),
             )
-        shared = self._dense(f"{prefix}.shared_experts") if moe.num_shared_experts else None
-        bank = LazyExperts(self._source, f"{prefix}.experts", moe.num_experts)
-        return MoeFfn(router, latent, bank, shared)
+        return MoeWeights(
+            router=router,
+            latent=latent,
+            bank=LazyExperts(self._source, f"{prefix}.experts", moe.num_experts),
+            shared=self._dense(f"{prefix}.shared_experts") if moe.num_shared_experts else None,
+            activation=self._config.activation,
+            norm_eps=self._config.rms_norm_eps,
+        )
 
 
 class LazyExperts(Sequence[ExpertWeights]):

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from longspan.errors import ConfigError
-from longspan.ops.activation import gated_activation
 from longspan.ops.attention_residual import attention_residual
-from longspan.ops.experts import routed_experts
+from longspan.ops.ffn import ffn
 from longspan.ops.indexer import index_select
 from longspan.ops.kda import kda
-from longspan.ops.linear import linear, lm_head
+from longspan.ops.linear import lm_head
 from longspan.ops.mla_prologue import MlaQueries, mla_epilogue, mla_prologue
-from longspan.ops.norm import rms_norm
-from longspan.ops.router import route
-from longspan.ops.sampling import apply_penalties, choose, filter_logits
+from longspan.ops.moe import moe_output, routed_experts
+from longspan.ops.sampling import apply_penalties, sample
 from longspan.ops.sparse_attention import sparse_attention
 
 BACKEND_VARIABLE = "LONGSPAN_BACKEND"
@@ -32,40 +30,34 @@ class Operators:
     """One callable per operator, chosen once at start-up."""
 
     name: str
-    linear: Callable[..., Tensor]
-    lm_head: Callable[..., Tensor]
-    rms_norm: Callable[..., Tensor]
-    gated_activation: Callable[..., Tensor]
-    attention_residual: Callable[..., Tensor]
+    attention_residual: Callable[..., tuple[Tensor, Tensor]]
     kda: Callable[..., Tensor]
     mla_prologue: Callable[..., MlaQueries]
     index_select: Callable[..., Tensor]
     sparse_attention: Callable[..., tuple[Tensor, Tensor]]
     mla_epilogue: Callable[..., Tensor]
-    route: Callable[..., tuple[Tensor, Tensor]]
+    ffn: Callable[..., Tensor]
     routed_experts: Callable[..., Tensor]
+    moe_output: Callable[..., Tensor]
+    lm_head: Callable[..., Tensor]
     apply_penalties: Callable[..., Tensor]
-    filter_logits: Callable[..., Tensor]
-    choose: Callable[..., Tensor]
+    sample: Callable[..., Tensor]
 
 
 TORCH = Operators(
     name="torch",
-    linear=linear,
-    lm_head=lm_head,
-    rms_norm=rms_norm,
-    gated_activation=gated_activation,
     attention_residual=attention_residual,
     kda=kda,
     mla_prologue=mla_prologue,
     index_select=index_select,
     sparse_attention=sparse_attention,
     mla_epilogue=mla_epilogue,
-    route=route,
+    ffn=ffn,
     routed_experts=routed_experts,
+    moe_output=moe_output,
+    lm_head=lm_head,
     apply_penalties=apply_penalties,
-    filter_logits=filter_logits,
-    choose=choose,
+    sample=sample,
 )
 
 _BACKENDS = {"torch": TORCH}  # best last

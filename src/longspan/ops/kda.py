@@ -1,4 +1,9 @@
-"""Kimi Delta Attention between its projections: convolution, norms, gates, recurrence, gated output norm.
+"""Kimi Delta Attention: projections, convolution, norms, gates, recurrence, gated output norm, projection.
+
+From the normalised hidden x of each row, in the model's dtype:
+
+    conv_q | conv_k | conv_v = short_conv(W_q x | W_k x | W_v x)        b = W_beta x
+    forget = B_f A_f x        gate = W_g x, or B_g A_g x        out = W_o y
 
 Per head, with state S [K, V] in float32 (zero at sequence start) and everything below in float32:
 
@@ -33,6 +38,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.batch import KdaView, StepBatch
+from longspan.ops.linear import linear
 from longspan.ops.short_conv import short_conv
 
 RECURRENT_MAX_TOKENS = 8  # sequences with at most this many rows go token by token
@@ -42,10 +48,25 @@ SEGMENT = 512  # tokens whose intra-chunk matrices are held at once
 L2_EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class KdaWeights:
-    """Parameters of the fused part, all float32. P = heads * head_dim."""
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """b @ a @ x."""
 
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+
+
+@dataclass(frozen=True, eq=False)
+class KdaWeights:
+    """One KDA layer: projections in the model's dtype, the rest float32. P = heads * head_dim."""
+
+    q: Tensor  # [P, hidden]
+    k: Tensor  # [P, hidden]
+    v: Tensor  # [P, hidden]
+    forget: LowRank
+    beta: Tensor  # [heads, hidden]
+    gate: Tensor | LowRank  # [P, hidden], or of low rank (Kimi-Linear)
+    output: Tensor  # [hidden, P]
     conv: Tensor  # [3 * P, kernel], q | k | v
     a_log: Tensor  # [heads]
     dt_bias: Tensor  # [P]
@@ -58,7 +79,21 @@ class KdaWeights:
         return self.a_log.shape[0]
 
 
-def kda(
+def kda(x: Tensor, weights: KdaWeights, view: KdaView, batch: StepBatch) -> Tensor:
+    """x [T, hidden] -> [T, hidden]. Updates `view`."""
+    qkv = torch.cat([linear(x, weights.q), linear(x, weights.k), linear(x, weights.v)], -1)
+    forget, gate = _project(x, weights.forget), _project(x, weights.gate)
+    y = kda_core(qkv, forget, linear(x, weights.beta), gate, weights, view, batch)
+    return linear(y, weights.output)
+
+
+def _project(x: Tensor, weight: Tensor | LowRank) -> Tensor:
+    if isinstance(weight, LowRank):
+        return linear(linear(x, weight.a), weight.b)
+    return linear(x, weight)
+
+
+def kda_core(
     qkv: Tensor,
     forget: Tensor,
     beta: Tensor,
@@ -67,7 +102,7 @@ def kda(
     view: KdaView,
     batch: StepBatch,
 ) -> Tensor:
-    """Projections of the rows, in the model's dtype -> [T, P] for o_proj, same dtype. Updates `view`.
+    """Between the projections, whose results have the model's dtype -> y [T, P], same dtype. Updates `view`.
 
     qkv [T, 3P] raw q | k | v; forget [T, P]; beta [T, heads]; gate [T, P].
     """

@@ -15,8 +15,9 @@ and with a sparse indexer, from the same normalised q-latent (or from x, if wq_b
 Index keys are written for every row, also while the context is short enough to need no choice. With
 `absorb=False` the query stays [H, N + R] for attention over expanded keys (`expand_latent`).
 
-Epilogue: o_h = W_UV_h out_h, times sigmoid(gate) elementwise if the layer has an output gate, in the
-model's dtype.
+Epilogue, in the model's dtype:
+
+    o_h = W_UV_h out_h        o = o * sigmoid(W_g x) elementwise, if the layer has an output gate        W_o o
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from longspan.ops.norm import layer_norm, rms_norm
 from longspan.ops.pages import write_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QueryLora:
     """Low-rank query projection."""
 
@@ -41,7 +42,7 @@ class QueryLora:
     b: Tensor  # [heads * (nope + rope), rank]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class IndexerWeights:
     """Projections of the sparse indexer."""
 
@@ -53,9 +54,9 @@ class IndexerWeights:
     key_norm_eps: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MlaWeights:
-    """Parameters of the prologue and the epilogue of one full-attention layer."""
+    """One full-attention layer."""
 
     query: QueryLora | Tensor  # or q_proj [heads * (nope + rope), hidden]
     kv_a: Tensor  # [kv_lora_rank + rope, hidden]
@@ -64,6 +65,8 @@ class MlaWeights:
     nope_dim: int
     latent_norm_eps: float
     indexer: IndexerWeights | None
+    gate: Tensor | None  # [heads * value, hidden]
+    output: Tensor  # [hidden, heads * value]
 
     @property
     def num_heads(self) -> int:
@@ -133,12 +136,11 @@ def expand_latent(rows: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
     return torch.cat([nope, rope], -1), value
 
 
-def mla_epilogue(latent_out: Tensor, gate: Tensor | None, weights: MlaWeights) -> Tensor:
-    """latent_out [T, heads, kv_lora_rank], gate [T, heads * value] or None -> [T, heads * value] for o_proj.
-
-    The result has the dtype of the weights; latent_out may be float32.
-    """
+def mla_epilogue(latent_out: Tensor, x: Tensor, weights: MlaWeights) -> Tensor:
+    """latent_out [T, heads, kv_lora_rank], float32 or the model's dtype, and x [T, hidden] -> [T, hidden]."""
     up_value = weights.kv_b[:, weights.nope_dim :]
     out = torch.bmm(latent_out.to(up_value.dtype).transpose(0, 1), up_value.transpose(1, 2))
     out = out.transpose(0, 1).flatten(1)
-    return out if gate is None else out * torch.sigmoid(gate)
+    if weights.gate is not None:
+        out = out * torch.sigmoid(linear(x, weights.gate))
+    return linear(out, weights.output)

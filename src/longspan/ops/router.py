@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.ops.top_k import top_k_indices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RouterWeights:
     """Gate and selection rule of one MoE layer."""
 

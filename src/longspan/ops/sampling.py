@@ -4,7 +4,8 @@ Order of operations: logit bias, penalties, temperature, then the filters. Per r
 
     penalties    l > 0 ? l / repetition : l * repetition     tokens of prompt or output
                  l - frequency * count - presence            tokens of the output
-    temperature  l / temperature; 0 = greedy: the largest logit, ties to the lower token
+    temperature  0 = greedy: the largest logit, ties to the lower token, and nothing below applies;
+                 else (l - max l) / temperature: with the best at 0 no temperature overflows
     min_p        drops tokens with p < min_p * max p
     top_k        keeps the k most likely (0 = all), ties to the lower token
     top_p        keeps the fewest most likely whose mass reaches top_p (1 = all), ties to the lower token;
@@ -47,14 +48,26 @@ def apply_penalties(
     return out
 
 
-def filter_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """logits [R, V] float32; temperature, top_p, min_p [R], top_k [R] int64 -> scaled, dropped = -inf.
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniforms: Tensor
+) -> Tensor:
+    """logits [R, V] float32; temperature, top_p, min_p [R] float32; top_k [R] int64; uniforms [R] float64.
 
-    Rows of temperature 0 are greedy: only their best token stays.
+    Returns tokens [R] int64. `uniforms` are in [0, 1); greedy rows read none of the filters.
     """
-    greedy = temperature <= 0
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
-    top_k = torch.where(greedy, 1, top_k)
+    tokens = logits.argmax(-1)  # the first of equals
+    drawn = (temperature > 0).nonzero()[:, 0]
+    if drawn.numel():
+        rows = logits[drawn]
+        rows = rows - rows.amax(-1, keepdim=True)
+        rows = filter_logits(rows, temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn])
+        tokens[drawn] = choose(rows, uniforms[drawn])
+    return tokens
+
+
+def filter_logits(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """logits [R, V] float32; temperature > 0, top_p, min_p [R], top_k [R] int64 -> scaled, dropped = -inf."""
+    scaled = logits / temperature[:, None]
     vocab = logits.shape[1]
 
     if bool((min_p > 0).any()):
