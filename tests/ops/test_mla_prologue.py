@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from support.batches import Tables
 from torch import Tensor
 
-from longspan.ops.batch import MlaView
+from longspan.ops.batch import MlaView, QuantizedKeys
+from longspan.ops.index_keys import quantize_rows, read_quantized
 from longspan.ops.mla_prologue import (
     IndexerWeights,
     MlaWeights,
@@ -142,6 +143,25 @@ def test_indexer_reads_the_source_that_its_columns_tell(source: str) -> None:
     key = key * w.indexer.key_norm_weight + w.indexer.key_norm_bias
     assert isinstance(view.index_key, Tensor)
     torch.testing.assert_close(view.index_key.flatten(0, 1)[batch.slot_mapping], key)
+
+
+def test_int8_pages_get_the_same_index_keys_quantised() -> None:
+    torch.manual_seed(3)
+    w, x, tables = make_weights(2, index_from=LORA), torch.randn(6, HIDDEN), Tables(1, 12)
+    batch, plain = tables.batch([0], [6], [3]), poisoned_view(tables, index=True)
+    quantised = MlaView(
+        poisoned_view(tables).latent,
+        QuantizedKeys(
+            torch.zeros(tables.num_pages, INDEX_DIM // 4, tables.page_size, 4, dtype=torch.uint8),
+            torch.full((tables.num_pages, tables.page_size), torch.nan),
+        ),
+    )
+    asked = [mla_prologue(x, w, view, batch.slot_mapping) for view in (plain, quantised)]
+    assert torch.equal(asked[0].query, asked[1].query)
+    assert isinstance(plain.index_key, Tensor) and isinstance(quantised.index_key, QuantizedKeys)
+    keys = plain.index_key.flatten(0, 1)[batch.slot_mapping]
+    got = read_quantized(quantised.index_key, tables.pages[0], 3, 9, INDEX_DIM)
+    torch.testing.assert_close(got, tuple(t.float() for t in quantize_rows(keys)), rtol=0, atol=0)
 
 
 def test_a_layer_with_an_indexer_refuses_a_view_without_index_keys() -> None:

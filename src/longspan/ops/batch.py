@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+QUAD = 4  # dimensions of an int8 key whose products one instruction sums
+ZERO_CODE = 128
+
 
 class SequenceRows(NamedTuple):
     """Rows `begin:end` of a batch; row `begin` is token `context` of its sequence."""
@@ -78,11 +81,23 @@ class StepBatch:
 
 
 @dataclass(frozen=True)
+class QuantizedKeys:
+    """Index keys of one layer as symmetric int8: key ~ scale * (code - 128). The maths: `ops/index_keys.py`.
+
+    Quads of dimensions of one key lie side by side, and the keys of a page next to each other.
+    """
+
+    codes: Tensor  # [pages, ceil(index_head_dim / QUAD), page_size, QUAD] uint8
+    scale: Tensor  # [pages, page_size] float32
+
+
+@dataclass(frozen=True)
 class MlaView:
     """Memory of one full-attention layer. Row = one token's [latent after its norm | shared rope key]."""
 
     latent: Tensor  # [pages, page_size, kv_lora_rank + qk_rope_head_dim]
-    index_key: Tensor | None  # [pages, page_size, index_head_dim], None without a sparse indexer
+    # [pages, page_size, index_head_dim] or int8; None without a sparse indexer
+    index_key: Tensor | QuantizedKeys | None
 
 
 @dataclass(frozen=True)

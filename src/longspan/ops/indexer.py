@@ -2,6 +2,11 @@
 
     score[t, s] = sum_h w[t, h] * relu( qI[t, h] . kI[s] / sqrt(Di) )        float32, s <= position of t
 
+Int8 keys (`index_keys`) meet queries quantised the same way, per row and head; the sum of the products of
+whole numbers is exact, as it is in int32:
+
+    score[t, s] = scale_s * sum_h (w[t, h] * scale_th) * relu( qI[t, h] . kI[s] / sqrt(Di) )
+
 The causal bound is computed here from each row's position; there is no mask tensor. Row t takes the min(k,
 visible) largest scores, ties to the lower position, and lists the positions ascending, padded with -1. A
 row that sees no more than k tokens takes them all and is not scored.
@@ -17,7 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspan.ops.batch import MlaView, StepBatch
+from longspan.ops.batch import MlaView, QuantizedKeys, StepBatch
+from longspan.ops.index_keys import quantize_rows, read_quantized
 from longspan.ops.pages import read_span
 from longspan.ops.top_k import top_k_indices
 
@@ -45,7 +51,12 @@ def index_select(query: Tensor, weight: Tensor, view: MlaView, batch: StepBatch,
 
 
 def _select_block(
-    query: Tensor, weight: Tensor, keys: Tensor, block_table: Tensor, visible: Tensor, top_k: int
+    query: Tensor,
+    weight: Tensor,
+    keys: Tensor | QuantizedKeys,
+    block_table: Tensor,
+    visible: Tensor,
+    top_k: int,
 ) -> Tensor:
     """Rows of one sequence, each seeing visible [Q] > top_k tokens -> [Q, top_k]."""
     rows, end = query.shape[0], int(visible[-1])
@@ -54,7 +65,7 @@ def _select_block(
     broken = torch.zeros(rows, dtype=torch.bool)
     for begin in range(0, end, INDEX_KEY_BLOCK):
         positions = torch.arange(begin, min(begin + INDEX_KEY_BLOCK, end))
-        scores = index_scores(query, weight, read_span(keys, block_table, begin, begin + len(positions)))
+        scores = _span_scores(query, weight, keys, block_table, begin, begin + len(positions))
         seen = positions < visible[:, None]
         broken |= (seen & ~scores.isfinite()).any(-1)
         # Earlier winners come first and positions ascend: the tie rule of the merge is that of the whole.
@@ -65,6 +76,22 @@ def _select_block(
     chosen[broken] = NO_TOKEN
     chosen[broken, 0] = NON_FINITE
     return chosen
+
+
+def _span_scores(
+    query: Tensor,
+    weight: Tensor,
+    keys: Tensor | QuantizedKeys,
+    block_table: Tensor,
+    begin: int,
+    end: int,
+) -> Tensor:
+    """Scores [Q, end - begin] of the tokens begin:end of one sequence."""
+    if isinstance(keys, Tensor):
+        return index_scores(query, weight, read_span(keys, block_table, begin, end))
+    q, scale = read_quantized(keys, block_table, begin, end, query.shape[2])
+    whole, query_scale = quantize_rows(query)
+    return scale * index_scores(whole, weight * query_scale, q)
 
 
 def index_scores(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:

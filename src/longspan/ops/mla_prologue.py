@@ -9,7 +9,7 @@ Prologue, from the normalised hidden x of each row (H heads of N + R query dims,
 
 and with a sparse indexer, from the same normalised q-latent (or from x, if wq_b has as many columns as x):
 
-    qI = wq_b qr   [Hi, Di]        kI = layer_norm(wk x)   [Di], written to its page
+    qI = wq_b qr   [Hi, Di]        kI = layer_norm(wk x)   [Di], written to its page (`index_keys`)
     w  = f32(weights_proj x) / sqrt(Hi)                     the weights product in float32
 
 Index keys are written for every row, also while the context is short enough to need no choice. With
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from longspan.ops.batch import MlaView
+from longspan.ops.index_keys import write_index_keys
 from longspan.ops.linear import linear
 from longspan.ops.norm import layer_norm, rms_norm
 from longspan.ops.pages import write_rows
@@ -110,7 +111,7 @@ def mla_prologue(
     key = layer_norm(
         linear(x, indexer.key), indexer.key_norm_weight, indexer.key_norm_bias, indexer.key_norm_eps
     )
-    write_rows(view.index_key, slot_mapping, key)
+    write_index_keys(view.index_key, slot_mapping, key)
     source = x
     if q_latent is not None and q_latent.shape[1] == indexer.query.shape[1]:
         source = q_latent

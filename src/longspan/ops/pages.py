@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def write_rows(pages: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
-    """Puts rows [T, n] at slot_mapping [T] = page * page_size + offset."""
+    """Puts rows [T, ...] at slot_mapping [T] = page * page_size + offset."""
     size = pages.shape[1]
     pages[slot_mapping // size, slot_mapping % size] = rows.to(pages.dtype)
 
 
 def read_span(pages: Tensor, block_table: Tensor, begin: int, end: int) -> Tensor:
-    """Tokens begin:end of the sequence whose pages are block_table [max_pages] -> copy [end - begin, n]."""
+    """Tokens begin:end of the sequence whose pages are block_table [max_pages] -> copy [end - begin, ...]."""
     size = pages.shape[1]
     first, last = begin // size, -(-end // size)
     whole = pages[block_table[first:last]].flatten(0, 1)
