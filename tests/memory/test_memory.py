@@ -1,39 +1,55 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from longspan.config import load_config
+from longspan.memory.layout import allocate_views
 from longspan.memory.memory import Memory
 from longspan.memory.pool import Pool
-from longspan.ops.batch import KdaView, MlaView
+from longspan.ops.batch import ZERO_CODE, KdaView, MlaView, QuantizedKeys
 
 
-@pytest.fixture
-def memory(data_dir: Path) -> Memory:
-    return Memory(load_config(data_dir / "k31-text"), 6, 4, 3, torch.float32, poison=True)
+@pytest.fixture(params=["auto", "int8"])
+def memory(data_dir: Path, request: pytest.FixtureRequest) -> Memory:
+    return Memory(load_config(data_dir / "k31-text"), 6, 4, 3, torch.float32, request.param, poison=True)
 
 
 def rows_of(memory: Memory, pages: list[int], slots: list[int]) -> list[torch.Tensor]:
-    """Everything that these pages and slots hold in all layers."""
+    """Everything that these pages and slots hold in all layers; of int8 keys their dequantised values."""
     rows = []
     for view in memory.views:
         if isinstance(view, KdaView):
             rows += [view.state[slots], view.conv[slots]]
         else:
-            assert view.index_key is not None
-            rows += [view.latent[pages], view.index_key[pages]]
+            rows += [view.latent[pages], key_values(view)[pages]]
     return rows
+
+
+def key_values(view: MlaView) -> torch.Tensor:
+    keys = view.index_key
+    assert keys is not None
+    if isinstance(keys, torch.Tensor):
+        return keys
+    return keys.scale[:, None, :, None] * (keys.codes.float() - ZERO_CODE)
 
 
 def write(memory: Memory, value: float) -> None:
     for view in memory.views:
-        tensors = (view.state, view.conv) if isinstance(view, KdaView) else (view.latent, view.index_key)
-        for tensor in tensors:
-            assert tensor is not None
-            tensor.fill_(value)
+        if isinstance(view, KdaView):
+            view.state.fill_(value)
+            view.conv.fill_(value)
+            continue
+        view.latent.fill_(value)
+        if isinstance(view.index_key, QuantizedKeys):
+            view.index_key.codes.fill_(ZERO_CODE + 1)
+            view.index_key.scale.fill_(value)
+        else:
+            assert view.index_key is not None
+            view.index_key.fill_(value)
 
 
 def test_every_layer_gets_the_view_of_its_kind(memory: Memory) -> None:
@@ -112,8 +128,9 @@ def test_poisoned_memory_is_nan_before_first_use_and_after_each(memory: Memory) 
     assert all((rows == 1).all() for rows in rows_of(memory, others, [s for s in range(3) if s != slot]))
 
 
-def test_scrubbing_leaves_zeros_where_nothing_is_poisoned(data_dir: Path) -> None:
-    memory = Memory(load_config(data_dir / "k31-text"), 4, 4, 2, torch.float32)
+@pytest.mark.parametrize("index_key_dtype", ["auto", "int8"])
+def test_scrubbing_leaves_zeros_where_nothing_is_poisoned(index_key_dtype: str, data_dir: Path) -> None:
+    memory = Memory(load_config(data_dir / "k31-text"), 4, 4, 2, torch.float32, index_key_dtype)
     seq = memory.new_sequence()
     assert seq is not None
     memory.grow(seq, 5)
@@ -121,6 +138,19 @@ def test_scrubbing_leaves_zeros_where_nothing_is_poisoned(data_dir: Path) -> Non
     pages, slot = list(seq.pages), seq.slot
     memory.free(seq, scrub=True)
     assert all((rows == 0).all() for rows in rows_of(memory, pages, [slot]))
+
+
+def test_int8_keys_are_whole_quads_with_a_scale_for_each_key(data_dir: Path) -> None:
+    config = load_config(data_dir / "k31-text")
+    assert config.indexer
+    config = replace(config, indexer=replace(config.indexer, head_dim=6))
+    for view in allocate_views(config, 7, 5, 3, torch.bfloat16, "int8", fill=torch.nan):
+        if isinstance(view, MlaView):
+            keys = view.index_key
+            assert isinstance(keys, QuantizedKeys) and view.latent.dtype == torch.bfloat16
+            assert keys.codes.shape == (7, 2, 5, 4) and keys.codes.dtype == torch.uint8
+            assert keys.scale.shape == (7, 5) and keys.scale.dtype == torch.float32
+            assert (keys.codes == ZERO_CODE).all() and keys.scale.isnan().all()
 
 
 def test_a_pool_gives_out_what_was_used_last() -> None:

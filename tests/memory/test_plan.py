@@ -18,7 +18,7 @@ from longspan.memory.layout import allocate_views
 from longspan.memory.plan import GIB, MemoryPlan, available_memory, left_in_container, plan_memory, show_bytes
 from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
 from longspan.model.loader import load_model
-from longspan.ops.batch import KdaView
+from longspan.ops.batch import KdaView, QuantizedKeys
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,29 @@ def test_what_is_asked_for_is_met_within_the_budget(config: ModelConfig) -> None
     assert made.cache_bytes <= 0.01 * GIB
 
 
-def test_the_bytes_are_those_of_the_tensors(config: ModelConfig) -> None:
-    made = plan(config, max_num_seqs=3, max_model_len=256, page_size=16, element_bytes=4)
-    views = allocate_views(config, made.num_pages, 16, made.num_slots, torch.float32)
+@pytest.mark.parametrize("index_key_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("head_dim", [1, 4, 6])
+def test_the_bytes_are_those_of_the_tensors(config: ModelConfig, index_key_dtype: str, head_dim: int) -> None:
+    assert config.indexer
+    config = replace(config, indexer=replace(config.indexer, head_dim=head_dim))
+    options = {"page_size": 16, "element_bytes": 4, "index_key_dtype": index_key_dtype}
+    made = plan(config, max_num_seqs=3, max_model_len=256, **options)
+    views = allocate_views(config, made.num_pages, 16, made.num_slots, torch.float32, index_key_dtype)
     tensors = []
     for view in views:
-        tensors += [view.state, view.conv] if isinstance(view, KdaView) else [view.latent, view.index_key]
+        if isinstance(view, KdaView):
+            tensors += [view.state, view.conv]
+        elif isinstance(view.index_key, QuantizedKeys):
+            tensors += [view.latent, view.index_key.codes, view.index_key.scale]
+        else:
+            tensors += [view.latent, view.index_key]
     assert made.cache_bytes == sum(t.nbytes for t in tensors if t is not None)
+
+
+def test_int8_keys_of_a_model_without_an_indexer_are_refused(config: ModelConfig) -> None:
+    with pytest.raises(CapacityError, match=r"'int8'.*no sparse indexer.*--index-key-dtype"):
+        plan(replace(config, indexer=None), index_key_dtype="int8")
+    assert plan(replace(config, indexer=None)).page_bytes < plan(config, index_key_dtype="int8").page_bytes
 
 
 def test_more_sequences_than_states_fit_are_refused_with_the_largest_number(config: ModelConfig) -> None:

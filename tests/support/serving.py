@@ -24,10 +24,17 @@ def make_engine(
     chunk: int = 512,
     max_model_len: int | None = None,
     seed: int | None = None,
+    index_key_dtype: str = "auto",
     poison: bool = True,
 ) -> Engine:
     """An engine whose free memory is NaN, unless `poison` is false."""
-    options = EngineOptions(dtype="float32", max_num_batched_tokens=chunk, page_size=page_size, seed=seed)
+    options = EngineOptions(
+        dtype="float32",
+        max_num_batched_tokens=chunk,
+        page_size=page_size,
+        index_key_dtype=index_key_dtype,
+        seed=seed,
+    )
     plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len or num_pages * page_size)
     return Engine(model, None, options, plan, poison)
 

@@ -57,7 +57,13 @@ class Engine:
         self.options = options
         self.plan = plan or _plan(model.config, options, weight_bytes=0)
         self.memory = Memory(
-            model.config, self.plan.num_pages, self.plan.page_size, self.plan.num_slots, model.dtype, poison
+            model.config,
+            self.plan.num_pages,
+            self.plan.page_size,
+            self.plan.num_slots,
+            model.dtype,
+            options.index_key_dtype,
+            poison,
         )
         self._scheduler = Scheduler(self.memory, options.max_num_batched_tokens)
         self._runner = Runner(model, self.memory)
@@ -236,6 +242,7 @@ def _plan(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> Mem
     return plan_memory(
         config,
         element_bytes=ELEMENT_BYTES[options.dtype],
+        index_key_dtype=options.index_key_dtype,
         page_size=options.page_size,
         max_num_batched_tokens=options.max_num_batched_tokens,
         extra_logit_rows=PROMPT_LOGPROB_ROWS,

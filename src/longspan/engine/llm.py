@@ -98,6 +98,7 @@ class LLM:
         max_num_batched_tokens: int = EngineOptions.max_num_batched_tokens,
         page_size: int = EngineOptions.page_size,
         cache_gib: float | None = None,
+        index_key_dtype: str = EngineOptions.index_key_dtype,
         seed: int | None = None,
     ) -> None:
         """`model` is a checkpoint directory. The options are those of `EngineOptions`."""
@@ -109,6 +110,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
             cache_gib=cache_gib,
+            index_key_dtype=index_key_dtype,
             seed=seed,
         )
         self.engine = Engine.from_path(model, options)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from longspan.engine.request import MAX_COUNT, SEED
 from longspan.errors import CapacityError
+from longspan.memory.sizes import INDEX_KEY_DTYPES
 from longspan.token_ids import shown
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
@@ -29,6 +30,7 @@ class EngineOptions:
     max_num_batched_tokens: int = 512  # tokens of one step: the prefill chunk
     page_size: int = 64  # tokens
     cache_gib: float | None = None  # pages and slots together
+    index_key_dtype: str = "auto"  # the model's dtype, or "int8"
     seed: int | None = None  # of requests without a seed; None: a fresh one each
 
     def __post_init__(self) -> None:
@@ -36,6 +38,8 @@ class EngineOptions:
         if dtype not in DTYPE_CHOICES:
             raise _illegal("dtype", self.dtype, f"one of {', '.join(DTYPE_CHOICES)}")
         object.__setattr__(self, "dtype", AUTO_DTYPE if dtype == "auto" else dtype)
+        if self.index_key_dtype not in INDEX_KEY_DTYPES:
+            raise _illegal("index_key_dtype", self.index_key_dtype, f"one of {', '.join(INDEX_KEY_DTYPES)}")
         if self.backend is not None and not isinstance(self.backend, str):
             raise _illegal("backend", self.backend, "the name of an operator table")
         self._check_integer("max_model_len", 2, MAX_COUNT)  # one token of prompt, one of reply
@@ -117,6 +121,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         default=default.cache_gib,
         help="memory for pages and KDA states (default: chosen from what is free)",
+    )
+    group.add_argument(
+        "--index-key-dtype",
+        choices=list(INDEX_KEY_DTYPES),
+        default=default.index_key_dtype,
+        help="of the sparse indexer's cached keys; int8 takes about half (default: %(default)s)",
     )
     group.add_argument(
         "--seed",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import torch
 from torch import Tensor
 
 from longspan.config import ModelConfig
-from longspan.ops.batch import KdaView, LayerView, MlaView
+from longspan.ops.batch import QUAD, ZERO_CODE, KdaView, LayerView, MlaView, QuantizedKeys
 
 
 def allocate_views(
@@ -15,22 +17,34 @@ def allocate_views(
     page_size: int,
     num_slots: int,
     dtype: torch.dtype,
+    index_key_dtype: str = "auto",
     fill: float | None = None,
 ) -> tuple[LayerView, ...]:
     """One view per layer. Latents, index keys and conv windows have `dtype`, recurrent states float32.
 
-    Contents are whatever the allocator gave, or `fill` everywhere: the model reads only what it has written.
+    With `index_key_dtype` "int8" index keys are `QuantizedKeys`. Contents are whatever the allocator gave, or
+    `fill` everywhere (codes of keys: zero, for the scale tells): the model reads only what it has written.
     """
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype) if fill is None else torch.full(shape, fill, dtype=dtype)
+        if fill is None:
+            return torch.empty(shape, dtype=dtype)
+        return torch.full(shape, ZERO_CODE if dtype == torch.uint8 else fill, dtype=dtype)
+
+    def index_keys(dim: int) -> Tensor | QuantizedKeys:
+        if index_key_dtype == "auto":
+            return new(num_pages, page_size, dim)
+        return QuantizedKeys(
+            codes=new(num_pages, ceil(dim / QUAD), page_size, QUAD, dtype=torch.uint8),
+            scale=new(num_pages, page_size, dtype=torch.float32),
+        )
 
     def view(layer: int) -> LayerView:
         if config.is_full_attention(layer):
             mla, indexer = config.mla, config.indexer
             return MlaView(
                 latent=new(num_pages, page_size, mla.kv_lora_rank + mla.qk_rope_head_dim),
-                index_key=new(num_pages, page_size, indexer.head_dim) if indexer else None,
+                index_key=index_keys(indexer.head_dim) if indexer else None,
             )
         kda = config.kda
         return KdaView(

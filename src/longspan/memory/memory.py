@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.config import ModelConfig
 from longspan.memory.layout import allocate_views
 from longspan.memory.pool import Pool
-from longspan.ops.batch import KdaView, LayerView
+from longspan.ops.batch import ZERO_CODE, KdaView, LayerView, QuantizedKeys
 
 
 @dataclass(eq=False)
@@ -31,8 +31,9 @@ class SequenceMemory:
 class Memory:
     """`num_pages` pages of `page_size` tokens and `num_slots` slots for a model of this config.
 
-    `poison` fills everything that nobody owns with NaN, so that a read of it can't go unnoticed. The KDA
-    state of a new sequence is whatever its slot holds: `StepBatch.context_lens` 0 makes it start from zero.
+    `poison` fills everything that nobody owns with NaN (of int8 keys the scale), so that a read of it can't
+    go unnoticed. The KDA state of a new sequence is whatever its slot holds: `StepBatch.context_lens` 0 makes
+    it start from zero.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class Memory:
         page_size: int,
         num_slots: int,
         dtype: torch.dtype,
+        index_key_dtype: str = "auto",
         poison: bool = False,
     ) -> None:
         self.page_size = page_size
         self.views: tuple[LayerView, ...] = tuple(
-            allocate_views(config, num_pages, page_size, num_slots, dtype)
+            allocate_views(config, num_pages, page_size, num_slots, dtype, index_key_dtype)
         )
         self._pages = Pool("page", num_pages)
         self._slots = Pool("slot", num_slots)
@@ -119,7 +121,10 @@ class Memory:
                 _fill_rows(view.conv, slots, value)
             else:
                 _fill_rows(view.latent, pages, value)
-                if view.index_key is not None:
+                if isinstance(view.index_key, QuantizedKeys):
+                    _fill_rows(view.index_key.codes, pages, ZERO_CODE)
+                    _fill_rows(view.index_key.scale, pages, value)
+                elif view.index_key is not None:
                     _fill_rows(view.index_key, pages, value)
 
 

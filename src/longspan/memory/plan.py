@@ -72,6 +72,7 @@ def plan_memory(
     config: ModelConfig,
     *,
     element_bytes: int,
+    index_key_dtype: str = "auto",
     page_size: int,
     max_num_batched_tokens: int,
     extra_logit_rows: int = 0,
@@ -88,13 +89,18 @@ def plan_memory(
     but never more than half of the room beside the weights. Cache and activations together must fit in that
     room. Raises CapacityError.
     """
+    if index_key_dtype != "auto" and config.indexer is None:
+        raise CapacityError(
+            f"index_key_dtype is {index_key_dtype!r}, but this model has no sparse indexer.",
+            remedy="Leave --index-key-dtype out.",
+        )
     longest = config.max_position
     if max_model_len is not None and max_model_len > longest:
         raise CapacityError(
             f"max_model_len is {max_model_len}, the model was made for {longest} tokens.",
             remedy=f"Ask for at most {longest}.",
         )
-    page_bytes = page_size * bytes_per_token(config, element_bytes).total
+    page_bytes = page_size * bytes_per_token(config, element_bytes, index_key_dtype).total
     slot_bytes = bytes_per_sequence(config, element_bytes).total
     wanted_pages = ceil((max_model_len or longest) / page_size)
     wanted_slots = max_num_seqs or DEFAULT_NUM_SEQS

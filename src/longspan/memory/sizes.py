@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from longspan.config import ModelConfig
 
 STATE_BYTES = 4  # recurrent states are float32
+INDEX_KEY_DTYPES = ("auto", "int8")  # auto: the model's dtype
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,18 @@ class SequenceBytes:
         return self.recurrent + self.conv
 
 
-def bytes_per_token(config: ModelConfig, element_bytes: int = 2) -> TokenBytes:
-    """Latent (kv_lora_rank + qk_rope_head_dim values) and index key of every full-attention layer."""
+def bytes_per_token(config: ModelConfig, element_bytes: int = 2, index_key_dtype: str = "auto") -> TokenBytes:
+    """Latent (kv_lora_rank + qk_rope_head_dim values) and index key of every full-attention layer.
+
+    An int8 key is whole quads of dimensions and a float32 scale.
+    """
     layers = len(config.full_attention_layers)
     width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
-    index_width = config.indexer.head_dim if config.indexer else 0
-    return TokenBytes(latent=layers * width * element_bytes, index_key=layers * index_width * element_bytes)
+    key_bytes = 0
+    if config.indexer:
+        dim = config.indexer.head_dim
+        key_bytes = dim * element_bytes if index_key_dtype == "auto" else ceil(dim / 4) * 4 + 4
+    return TokenBytes(latent=layers * width * element_bytes, index_key=layers * key_bytes)
 
 
 def bytes_per_sequence(config: ModelConfig, element_bytes: int = 2) -> SequenceBytes:
