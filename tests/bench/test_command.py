@@ -141,10 +141,3 @@ def test_a_plot_shows_measured_and_allowed_speed(checkpoint: Path, tmp_path: Pat
     flags = ["--depth", "0,16", "--prefill-chunk", "4", "--steps", "1"]
     assert main(["bench", str(checkpoint), *flags, "--plot", str(file)]) == 0
     assert file.read_text().startswith("<?xml")
-
-
-def test_torch_measures_limits_above_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_READ_BYTES", 2**16)
-    monkeypatch.setattr(limits, "_SIDE", 32)
-    found = limits.torch_limits()
-    assert found.read_bytes > 0 and found.bf16_operations > 0 and found.int8_operations == 0
