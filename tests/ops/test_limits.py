@@ -32,4 +32,4 @@ def test_the_best_try_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         int8_peak=lambda: 20.0,
     )
     monkeypatch.setattr(limits, "choose", lambda: SimpleNamespace(module=module))
-    assert limits.machine_limits() == limits.MachineLimits(6, 9.0, 0.0, 20.0)
+    assert limits.machine_limits() == limits.MachineLimits(6, 9e9, 0.0, 20e9)

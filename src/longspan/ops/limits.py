@@ -23,7 +23,7 @@ _TRIES = 5
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """In 1e9 a second; a multiply-accumulate is two operations. 0: this machine has no such instruction."""
+    """Each a second; a multiply-accumulate is two operations. 0: this machine has no such instruction."""
 
     threads: int
     read_bytes: float
@@ -41,9 +41,9 @@ def _native_limits(native: Any) -> MachineLimits:
     memory = _read_buffer()
     return MachineLimits(
         threads=native.num_threads(),
-        read_bytes=_best(lambda: native.read_bandwidth(memory.data_ptr(), memory.nbytes)),
-        bf16_operations=_best(native.bf16_peak),
-        int8_operations=_best(native.int8_peak),
+        read_bytes=1e9 * _best(lambda: native.read_bandwidth(memory.data_ptr(), memory.nbytes)),
+        bf16_operations=1e9 * _best(native.bf16_peak),
+        int8_operations=1e9 * _best(native.int8_peak),
     )
 
 
@@ -53,8 +53,8 @@ def _torch_limits() -> MachineLimits:
     matrix = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     return MachineLimits(
         threads=torch.get_num_threads(),
-        read_bytes=_best(lambda: memory.nbytes / _seconds(memory.sum) / 1e9),
-        bf16_operations=_best(lambda: 2 * _SIDE**3 / _seconds(lambda: matrix @ matrix) / 1e9),
+        read_bytes=_best(lambda: memory.nbytes / _seconds(memory.sum)),
+        bf16_operations=_best(lambda: 2 * _SIDE**3 / _seconds(lambda: matrix @ matrix)),
         int8_operations=0,
     )
 
