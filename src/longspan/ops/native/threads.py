@@ -19,9 +19,11 @@ def use_threads(threads: int | None, cpus: Sequence[int]) -> None:
     """Sets up the pool that all native operators of the process share, caller included.
 
     `threads` None: one for each of `cpus`, or without them one for each core that the process may use. With
-    `cpus`, thread i > 0 stays on cpus[i]; the caller's own affinity is left alone. What torch still does beside
-    the operators is small, so torch gets one thread: two pools on the same cores would fight. CapacityError
-    for processors that the process may not use.
+    `cpus`, thread i > 0 stays on cpus[i]; the caller's own affinity is left alone. CapacityError for
+    processors that the process may not use.
+
+    What torch still does beside the operators is small, so torch gets one thread: two pools on the same
+    cores would fight.
     """
     allowed = sorted(os.sched_getaffinity(0))
     foreign = sorted(set(cpus) - set(allowed))
