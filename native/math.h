@@ -47,8 +47,14 @@ inline Floats tanh(Floats x) {
 
 inline Floats silu(Floats x) { return x * sigmoid(x); }
 
-// log(1 + e^x) for one value; x beyond 20, as the model has it.
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+// log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|;  log(1 + u) = 2 atanh(s), s = u / (2 + u) <= 1/3.
+inline Floats softplus(Floats x) {
+  const Floats u = exp(select(x > 0.0f, -x, x));
+  const Floats s = u / (2.0f + u), square = s * s;
+  Floats series = broadcast(2.0f / 15.0f);
+  for (int k = 13; k > 0; k -= 2) series = series * square + 2.0f / float(k);
+  return max(x, zero()) + s * series;
+}
 
 // x^-1/2 of one value, as torch computes it.
 inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }
