@@ -8,6 +8,11 @@
 
 namespace longspan {
 
+// Rows begin .. end of one sequence that are worked on together.
+struct RowBlock {
+  int64_t seq, begin, end;
+};
+
 struct Batch {
   int64_t tokens = 0, seqs = 0;
   const int64_t* query_starts;   // [seqs + 1]
@@ -45,6 +50,24 @@ struct Batch {
   }
 
   const int64_t* table(int64_t seq) const { return block_tables + seq * table_stride; }
+
+  // The rows that see more than top_k tokens, in blocks of at most kScoredRows. One top_k a step: kept.
+  static constexpr int64_t kScoredRows = 8;
+  const std::vector<RowBlock>& scored(int64_t top_k) {
+    if (scored_top_k_ == top_k) return scored_;
+    scored_top_k_ = top_k;
+    scored_.clear();
+    for (int64_t s = 0; s < seqs; ++s) {
+      const int64_t end = query_starts[s + 1];
+      int64_t row = query_starts[s] + std::max<int64_t>(0, top_k - context_lens[s]);
+      for (; row < end; row += kScoredRows) scored_.push_back({s, row, std::min(row + kScoredRows, end)});
+    }
+    return scored_;
+  }
+
+ private:
+  int64_t scored_top_k_ = -1;
+  std::vector<RowBlock> scored_;
 };
 
 }  // namespace longspan

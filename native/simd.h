@@ -173,6 +173,42 @@ inline Floats dot(Floats acc, Halves a, Halves b) {
 #endif
 }
 
+// Adds to each lane the four products of its unsigned bytes of `codes` with its signed bytes of `q`.
+inline Ints dot_bytes(Ints acc, Words codes, Words q) {
+#ifdef __AVX512VNNI__
+  return Ints(_mm512_dpbusd_epi32(__m512i(acc), __m512i(codes), __m512i(q)));
+#else
+  for (int byte = 0; byte < 32; byte += 8)
+    acc += Ints(codes >> byte & 0xffu) * (Ints(q << (24 - byte)) >> 24);
+  return acc;
+#endif
+}
+
+// Bit i: lane i of a is greater than that of b.
+inline uint32_t greater(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return _mm512_cmp_ps_mask(__m512(a), __m512(b), _CMP_GT_OQ);
+#else
+  const Ints yes = a > b;
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; ++i) mask |= uint32_t(yes[i] & 1) << i;
+  return mask;
+#endif
+}
+
+// The lanes of `mask` side by side from p on, which has room for 16; what follows them there is undefined.
+template <class Lanes>
+inline void compress(void* p, Lanes v, uint32_t mask) {
+#ifdef __AVX512F__  // by way of a register: to memory the instruction is slow
+  const __m512i packed = _mm512_maskz_compress_epi32(__mmask16(mask), cast_bits<__m512i>(v));
+  std::memcpy(p, &packed, sizeof packed);
+#else
+  Lanes packed{};
+  for (int n = 0; mask; mask &= mask - 1) packed[n++] = v[std::countr_zero(mask)];
+  std::memcpy(p, &packed, sizeof packed);
+#endif
+}
+
 // Sum of all lanes, always as the same tree: halves, quarters, pairs. `sum_each` gives the same bits.
 inline float sum(Floats v) {
   v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
