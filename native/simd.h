@@ -209,6 +209,31 @@ inline void compress(void* p, Lanes v, uint32_t mask) {
 #endif
 }
 
+// The other way round, lanes along columns: lane l holds column `column` + l of a group of rows, as many as `dot`
+// sums at a time; it meets one weight per row of the group, the same in all lanes.
+template <class T>
+constexpr int kGroup = Operand<T>::size / kLanes;
+
+inline Floats load_group(const float* const* rows, int64_t column) { return load(rows[0] + column); }
+inline Halves load_group(const bf16* const* rows, int64_t column) {
+#ifdef __AVX512F__
+  const auto wide = [&](int row) {
+    return Words(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row] + column))));
+  };
+  return cast_bits<Halves>(Words(wide(0) | wide(1) << 16));
+#else
+  Halves v;
+  for (int i = 0; i < kLanes; ++i) v[2 * i] = rows[0][column + i].bits, v[2 * i + 1] = rows[1][column + i].bits;
+  return v;
+#endif
+}
+inline Floats broadcast_group(const float* weights) { return broadcast(*weights); }
+inline Halves broadcast_group(const bf16* weights) {
+  uint32_t pair;
+  std::memcpy(&pair, weights, sizeof pair);
+  return cast_bits<Halves>(Words(pair - Words{}));
+}
+
 // Sum of all lanes, always as the same tree: halves, quarters, pairs. `sum_each` gives the same bits.
 inline float sum(Floats v) {
   v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
