@@ -77,10 +77,10 @@ struct Indexer {
 struct Mla {
   std::optional<Weight> query_a;
   std::optional<Vector> query_norm;
-  Weight query;  // q_b, or q_proj where there is no query_a
+  HeadWeights query;  // [heads, nope + rope, cols]: q_b, or q_proj where there is no query_a
   Weight kv_a;
   Vector kv_a_norm;
-  HeadWeights up_key;    // [heads, rank, nope]
+  HeadWeights up_key;  // [heads, rank, nope]
   HeadWeights up_value;  // [heads, value, rank]
   float norm_eps;
   std::optional<Indexer> indexer;
@@ -153,11 +153,17 @@ struct Prologue {
     multiply<T, T>(team, m, {{rows, weight.cols, weight, out, weight.rows}});
   }
 
+  HeadRows<T> by_head() const { return {q, w.query.rows, m * w.query.rows}; }
+
+  void project_query(Team& team, const T* rows) const {
+    multiply_heads<T>(team, m, w.query, {rows, w.query.cols, 0}, by_head(), [](auto...) {});
+  }
+
   void from_hidden(Team& team) const {
     if (w.query_a)
       project(team, *w.query_a, x, query_latent);
     else
-      project(team, w.query, x, q);
+      project_query(team, x);
     project(team, w.kv_a, x, compressed);
     if (!w.indexer) return;
     const Weight& heads = w.indexer->head_weight;
@@ -197,7 +203,7 @@ struct Prologue {
 
   void absorb(Team& team) const {
     const int64_t rank = w.rank(), nope = w.nope(), rope = w.rope();
-    const HeadRows<const T> from{q, w.query.rows, nope + rope};
+    const HeadRows<const T> from{q, w.query.rows, m * w.query.rows};
     const HeadRows<T> to{query, w.heads() * (rank + rope), rank + rope};
     multiply_heads<T>(team, m, w.up_key, from, to, [&](int64_t i, int64_t h, int64_t, int64_t j1) {
       if (j1 == rank) std::memcpy(to.at(i, h) + rank, from.at(i, h) + nope, rope * sizeof(T));
@@ -210,7 +216,7 @@ struct Prologue {
     team.claim(m, 1, [&](int64_t row, int64_t) { finish_row(row); });
     team.barrier();
     if (w.query_a) {
-      project(team, w.query, query_latent, q);
+      project_query(team, query_latent);
       if (w.indexer && w.index_from_latent()) project(team, w.indexer->query, query_latent, index_query);
       team.barrier();
     }
@@ -232,7 +238,7 @@ void mla_prologue(const Mla& w, const MlaPages& pages, int64_t rows, Address x, 
         .query_latent = scratch(w.query_a ? w.query_a->rows : 0),
         .compressed = scratch(w.kv_a.rows),
         .key = scratch(w.indexer ? w.indexer->key.rows : 0),
-        .q = scratch(w.query.rows),
+        .q = scratch(w.query.heads * w.query.rows),
         .query = at<T>(query),
         .index_query = at<T>(index_query),
         .index_weight = at<float>(index_weight),
@@ -252,6 +258,13 @@ struct Epilogue {
 
   int64_t width() const { return w.output.cols; }
 
+  void round_row(const float* from, T* to) const {
+    for (int64_t i = 0; i < w.rank(); i += kLanes) {
+      const int n = int(std::min<int64_t>(kLanes, w.rank() - i));
+      store_part(to + i, load_part(from + i, n), n);
+    }
+  }
+
   void open_gate(int64_t row, int64_t begin, int64_t end) const {
     T* a = attended + row * width();
     const T* g = gate + row * width();
@@ -262,17 +275,16 @@ struct Epilogue {
   }
 
   void run(Team& team) const {
-    const int64_t rank = w.rank(), value = w.up_value.rows, wide = w.heads() * rank;
+    const int64_t rank = w.rank(), value = w.up_value.rows;
+    const HeadRows<T> by_head{rounded, rank, m * rank};
     if (w.gate) multiply<T, T>(team, m, {{x, w.gate->cols, *w.gate, gate, width()}});
-    constexpr int64_t kGrain = 2048;
-    team.claim(m * wide, kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i += kLanes) {
-        const int n = int(std::min<int64_t>(kLanes, end - i));
-        store_part(rounded + i, load_part(latent_out + i, n), n);
-      }
+    constexpr int64_t kGrain = 4;
+    team.claim(m * w.heads(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit)
+        round_row(latent_out + unit * rank, by_head.at(unit / w.heads(), unit % w.heads()));
     });
     team.barrier();
-    multiply_heads<T>(team, m, w.up_value, {rounded, wide, rank}, {attended, width(), value},
+    multiply_heads<T>(team, m, w.up_value, {rounded, rank, m * rank}, {attended, width(), value},
                       [&](int64_t i, int64_t h, int64_t j0, int64_t j1) {
                         if (w.gate) open_gate(i, h * value + j0, h * value + j1);
                       });
@@ -319,7 +331,7 @@ void bind_mla(nb::module_& m) {
       [](Mla* self, std::optional<Tensor> query_a, std::optional<Tensor> query_norm, Tensor query, Tensor kv_a,
          Tensor kv_a_norm, Tensor up_key, Tensor up_value, float norm_eps, std::optional<Indexer> indexer,
          std::optional<Tensor> gate, Tensor output) {
-        new (self) Mla{made<Weight>(query_a), made<Vector>(query_norm), Weight(query),         Weight(kv_a),
+        new (self) Mla{made<Weight>(query_a), made<Vector>(query_norm), HeadWeights(query),    Weight(kv_a),
                        Vector(kv_a_norm),     HeadWeights(up_key),      HeadWeights(up_value), norm_eps,
                        std::move(indexer),    made<Weight>(gate),       Weight(output)};
       },
