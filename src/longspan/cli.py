@@ -52,13 +52,34 @@ endpoints:
   longspan inspect models/k31-tiny
   longspan inspect config.json --context 1000000 --json""",
     ),
+    "bench": Command(
+        "Measure prefill and decode speed by depth, and how near the limits of the machine they come.",
+        "longspan.bench.command",
+        """\
+  longspan bench models/k31-tiny
+  longspan bench /data/kimi-k31 --depth 0,128K,1M --prefill-chunk 0 --index-key-dtype int8
+  longspan bench /tmp/mini --batch 8 --json mini.json --plot mini.png
+
+columns:
+  tokens/s, ms/step   of the median step; a decode step gives one token to each sequence
+  GB/s, of read       bytes the step must read, each once, against what this machine reads a second: weights,
+                      the experts hit (E (1 - (1 - k/E)^T) of E for T tokens that choose k), cached index keys
+                      and the latents attended to, KDA state read and written. Activations do not count.
+  GFLOP/s             of the weights: 2 x active parameters x tokens
+  attn., of peak      of scores, values, KDA and index; both together against the BF16 peak of this machine
+                      (an int8 index against its int8 peak)
+
+Memory is filled at random, so a depth costs no prefill to reach. The limits of the machine are measured
+before and after; the median counts.""",
+    ),
     "make-checkpoint": Command(
         "Write a checkpoint of random weights, to measure and to test with.",
         "longspan.make_checkpoint",
         """\
   longspan make-checkpoint /tmp/mini --shape mini
   longspan make-checkpoint /tmp/k3-mini --shape mini --family k3 --seed 1
-  longspan make-checkpoint /tmp/real-layer --shape real-layer""",
+  longspan make-checkpoint /tmp/real-layer --shape real-layer
+  longspan bench /tmp/real-layer""",
     ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",

@@ -1,0 +1,77 @@
+"""What this machine can do at most, measured on all threads: the yardstick of `longspan bench`.
+
+Each figure is the best of a few tries, for the first ones find the processor asleep.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.ops.native.extension import choose
+
+_READ_BYTES = 2**29  # far beyond any cache
+_SIDE = 2048  # of the matrices that torch multiplies
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Each a second; a multiply-accumulate is two operations. 0: this machine has no such instruction."""
+
+    threads: int
+    read_bytes: float
+    bf16_operations: float
+    int8_operations: float
+
+
+def machine_limits() -> MachineLimits:
+    """Under two seconds: by the native operators where they are built, else by torch."""
+    native = choose().module
+    return _torch_limits() if native is None else _native_limits(native)
+
+
+def _native_limits(native: Any) -> MachineLimits:
+    memory = _read_buffer()
+    return MachineLimits(
+        threads=native.num_threads(),
+        read_bytes=1e9 * _best(lambda: native.read_bandwidth(memory.data_ptr(), memory.nbytes)),
+        bf16_operations=1e9 * _best(native.bf16_peak),
+        int8_operations=1e9 * _best(native.int8_peak),
+    )
+
+
+def _torch_limits() -> MachineLimits:
+    """What torch reaches: it sums a large array and multiplies square bfloat16 matrices."""
+    memory = _read_buffer().view(torch.float32)
+    matrix = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
+    return MachineLimits(
+        threads=torch.get_num_threads(),
+        read_bytes=_best(lambda: memory.nbytes / _seconds(memory.sum)),
+        bf16_operations=_best(lambda: 2 * _SIDE**3 / _seconds(lambda: matrix @ matrix)),
+        int8_operations=0,
+    )
+
+
+def _read_buffer() -> Tensor:
+    """[_READ_BYTES] uint8, written once, in large pages where the system gives any: they read fastest."""
+    mapped = mmap.mmap(-1, _READ_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8).fill_(1)
+
+
+def _best(measure: Callable[[], float]) -> float:
+    return max(measure() for _ in range(_TRIES))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
