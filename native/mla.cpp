@@ -52,19 +52,20 @@ struct HeadRows {
 // barrier after it.
 template <class T, class Done>
 void multiply_heads(Team& team, int64_t m, const HeadWeights& w, HeadRows<const T> x, HeadRows<T> out, Done&& done) {
-  const auto blocks = detail::blocks_of(m, w.rows, w.cols, sizeof(T), 1);
+  const detail::Blocks blocks(m, w.rows, w.cols, sizeof(T), 1);
   const T* weights = static_cast<const T*>(w.owner.data());
-  team.claim(w.heads * blocks.count(), 1, [&](int64_t unit, int64_t) {
-    const int64_t head = unit / blocks.count(), block = unit % blocks.count();
-    const int64_t i0 = block % blocks.down * blocks.rows, i1 = std::min(i0 + blocks.rows, m);
-    const int64_t j0 = block / blocks.down * blocks.columns, j1 = std::min(j0 + blocks.columns, w.rows);
-    dots<true, T>(
-        i1 - i0, j1 - j0, w.cols, [&](int64_t i) { return x.at(i0 + i, head); },
-        [&](int64_t j) { return weights + head * w.head_stride + (j0 + j) * w.row_stride; },
-        [&](int64_t i, int64_t j, const float* c, int count) {
-          store_part(out.at(i0 + i, head) + j0 + j, load(c), count);
-        });
-    for (int64_t i = i0; i < i1; ++i) done(i, head, j0, j1);
+  team.claim(w.heads * blocks.units, 1, [&](int64_t unit, int64_t) {
+    const int64_t head = unit / blocks.units;
+    const T* rows = weights + head * w.head_stride;
+    blocks.unit(unit % blocks.units, m, w.rows, [&](int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+      dots<true, T>(
+          i1 - i0, j1 - j0, w.cols, [&](int64_t i) { return x.at(i0 + i, head); },
+          [&](int64_t j) { return rows + (j0 + j) * w.row_stride; },
+          [&](int64_t i, int64_t j, const float* c, int count) {
+            store_part(out.at(i0 + i, head) + j0 + j, load(c), count);
+          });
+      for (int64_t i = i0; i < i1; ++i) done(i, head, j0, j1);
+    });
   });
 }
 
@@ -119,7 +120,7 @@ struct MlaPages {
 // round( (x - mean) * rsqrt(var + eps) * weight + bias ); out may be x.
 template <class T>
 void layer_norm(const T* x, const float* weight, const float* bias, float eps, int64_t n, T* out) {
-  const auto values = [&](int64_t i) { return n - i < kLanes ? load_part(x + i, int(n - i)) : load(x + i); };
+  const auto values = [&](int64_t i) { return load_part(x + i, int(std::min<int64_t>(kLanes, n - i))); };
   Floats total = zero(), squares = zero();
   for (int64_t i = 0; i < n; i += kLanes) total += values(i);
   const float mean = sum(total) / float(n);

@@ -89,15 +89,17 @@ inline void store(bf16* p, Floats v) {
 #endif
 }
 
-// The first n < 16 lanes; the rest reads as 0 and is not written.
+// The first n <= 16 lanes; the rest reads as 0 and is not written.
 template <class T>
 inline Floats load_part(const T* p, int n) {
+  if (n == kLanes) return load(p);
   T copy[kLanes] = {};
   std::memcpy(copy, p, n * sizeof(T));
   return load(copy);
 }
 template <class T>
 inline void store_part(T* p, Floats v, int n) {
+  if (n == kLanes) return store(p, v);
   T copy[kLanes];
   store(copy, v);
   std::memcpy(p, copy, n * sizeof(T));
