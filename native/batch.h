@@ -1,11 +1,17 @@
 // What a step computes, as ops/batch.py has it, in the form all layers of the step share: built once a step.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "tensor.h"
 
 namespace longspan {
+
+// Rows begin .. end of one sequence that are worked on together.
+struct RowBlock {
+  int64_t seq, begin, end;
+};
 
 struct Batch {
   int64_t tokens = 0, seqs = 0;
@@ -17,6 +23,7 @@ struct Batch {
   const int64_t* state_slots;    // [seqs]
   std::vector<int64_t> row_seq;  // [tokens] the sequence of each row
   std::vector<int64_t> visible;  // [tokens] how many tokens of its sequence the row sees, itself included
+  std::vector<int64_t> longest_first;  // the sequences with rows, most rows first
 
   Batch(int64_t tokens, int64_t seqs, Address query_starts, Address context_lens, Address block_tables,
         int64_t table_stride, Address slot_mapping, Address state_slots)
@@ -35,9 +42,32 @@ struct Batch {
         row_seq[row] = s;
         visible[row] = this->context_lens[s] + row - this->query_starts[s] + 1;
       }
+    const auto length = [&](int64_t s) { return this->query_starts[s + 1] - this->query_starts[s]; };
+    for (int64_t s = 0; s < seqs; ++s)
+      if (length(s)) longest_first.push_back(s);
+    std::stable_sort(longest_first.begin(), longest_first.end(),
+                     [&](int64_t a, int64_t b) { return length(a) > length(b); });
   }
 
   const int64_t* table(int64_t seq) const { return block_tables + seq * table_stride; }
+
+  // The rows that see more than top_k tokens, in blocks of at most kScoredRows. One top_k a step: kept.
+  static constexpr int64_t kScoredRows = 8;
+  const std::vector<RowBlock>& scored(int64_t top_k) {
+    if (scored_top_k_ == top_k) return scored_;
+    scored_top_k_ = top_k;
+    scored_.clear();
+    for (int64_t s = 0; s < seqs; ++s) {
+      const int64_t end = query_starts[s + 1];
+      int64_t row = query_starts[s] + std::max<int64_t>(0, top_k - context_lens[s]);
+      for (; row < end; row += kScoredRows) scored_.push_back({s, row, std::min(row + kScoredRows, end)});
+    }
+    return scored_;
+  }
+
+ private:
+  int64_t scored_top_k_ = -1;
+  std::vector<RowBlock> scored_;
 };
 
 }  // namespace longspan
