@@ -13,6 +13,8 @@
 //     floor of top_p     log((1 - top_p) * total / vocab): all tokens below it together weigh too little
 //
 // Rows are independent and each is computed by one thread. A row without a finite maximum gives some token.
+#include <array>
+
 #include "math.h"
 #include "pool.h"
 #include "tensor.h"
@@ -71,26 +73,31 @@ int64_t draw(int64_t n, double uniform, const double* sums, double total, Mass&&
     before += sums[begin / kBlock];
   for (; begin < n; begin += kLanes) {
     const int count = int(std::min<int64_t>(kLanes, n - begin));
-    const Masses m = mass(begin, count);
+    const auto weights = std::bit_cast<std::array<double, kLanes>>(mass(begin, count));
     for (int lane = 0; lane < count; ++lane) {
-      const double weight = lane < 8 ? m.low[lane] : m.high[lane - 8];
-      if (weight > 0) last = begin + lane;
-      if ((before += weight) > target) return begin + lane;
+      if (weights[lane] > 0) last = begin + lane;
+      if ((before += weights[lane]) > target) return begin + lane;
     }
   }
   return last;
 }
 
-struct Candidates {  // in token order
+struct Candidates {  // in token order; both arrays have room for kLanes more
   int64_t count;
   int32_t* token;
   float* y;
-  double* mass;
 
-  Masses masses(int64_t i, int n) const {
-    double m[kLanes] = {};
-    std::memcpy(m, mass + i, n * sizeof(double));
-    return std::bit_cast<Masses>(m);
+  // -infinity beyond the last.
+  Floats values(int64_t i) const {
+    const Floats v = load(y + i);
+    return count - i >= kLanes ? v : select(lane_index() < int32_t(count - i), v, broadcast(-INFINITY));
+  }
+
+  // Adds those of tokens i, i + 1, ... whose bit is set. They may be its own, if no later than `i`.
+  void add(Ints tokens, Floats ys, uint32_t chosen) {
+    compress(token + count, tokens, chosen);
+    compress(y + count, ys, chosen);
+    count += std::popcount(chosen);
   }
 };
 
@@ -100,85 +107,69 @@ struct Cut {
   int64_t ties;
 };
 
-struct Range {
-  float low, high;
-};
-
-Range range_of(const float* y, int64_t n) {
-  Floats low = broadcast(y[0]), high = low;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    low = min(low, load(y + i));
-    high = max(high, load(y + i));
-  }
-  Range range{-max_lane(-low), max_lane(high)};
-  for (; i < n; ++i) range = {std::min(range.low, y[i]), std::max(range.high, y[i])};
-  return range;
-}
-
-// The walk keeps a token while it holds fewer than `limit` and less mass than `budget`, and always the first.
-Cut find_cut(const Candidates& from, int64_t limit, double budget) {
-  struct Bucket {
-    int64_t count = 0;
-    double mass = 0;
-  };
+// The walk keeps a token while what it holds is less than `budget`, and always the first. A token counts as its
+// mass or as 1.
+template <bool by_mass>
+Cut find_cut(const Candidates& from, double budget) {
+  constexpr float kWiden = 0x1p100f;  // exact, and no difference of two values is too small for its reciprocal
   Workspace workspace;
-  auto* inner_y = workspace.take<float>(from.count);
-  auto* inner_mass = workspace.take<double>(from.count);
-  const float* y = from.y;
-  const double* mass = from.mass;
-  int64_t n = from.count, held = 0;
-  double before = 0;
-  for (;;) {
-    const Range range = range_of(y, n);
-    if (range.low == range.high) {
+  Candidates inner{0, nullptr, workspace.take<float>(from.count + kLanes)};
+  Candidates now = from;
+  double held = 0;
+  for (bool first = true;;) {
+    Floats lowest = broadcast(INFINITY), highest = broadcast(-INFINITY);
+    for (int64_t i = 0; i < now.count; i += kLanes) {
+      const Floats y = now.values(i);
+      highest = max(highest, y);
+      lowest = min(lowest, select(y > -INFINITY, y, lowest));
+    }
+    const float low = -max_lane(-lowest), high = max_lane(highest);
+    if (low == high) {
+      const double weight = by_mass ? masses_of(highest).low[0] : 1.0;
       int64_t ties = 0;
-      for (; ties < n && held < limit && (held == 0 || before < budget); ++ties, ++held) before += mass[0];
-      return {range.low, ties};
+      for (; ties < now.count && ((first && ties == 0) || held < budget); ++ties) held += weight;
+      return {low, ties};
     }
     // The largest value falls in bucket 0 and the least in another: every round leaves fewer.
-    const double scale = (kBuckets - 1) / (double(range.high) - range.low);
-    const auto bucket_of = [&](int64_t i) { return int32_t((double(range.high) - y[i]) * scale); };
-    Bucket buckets[kBuckets];
-    constexpr int64_t kChunk = 256;
-    int32_t index[kChunk];
-    for (int64_t begin = 0; begin < n; begin += kChunk) {
-      const int64_t count = std::min(kChunk, n - begin);
-      for (int64_t i = 0; i < count; ++i) index[i] = bucket_of(begin + i);
-      for (int64_t i = 0; i < count; ++i) {
-        ++buckets[index[i]].count;
-        buckets[index[i]].mass += mass[begin + i];
-      }
+    const float scale = (kBuckets - 1) / ((high - low) * kWiden);
+    const auto place_of = [&](Floats y) { return (high - y) * kWiden * scale; };
+    double buckets[kBuckets + 1] = {};
+    for (int64_t i = 0; i < now.count; i += kLanes) {
+      const Floats y = now.values(i);
+      const Ints bucket = __builtin_convertvector(min(place_of(y), broadcast(float(kBuckets))), Ints);
+      const auto places = std::bit_cast<std::array<int32_t, kLanes>>(bucket);
+      const auto weights = std::bit_cast<std::array<double, kLanes>>(
+          by_mass ? masses_of(y) : Masses{1.0 + Doubles{}, 1.0 + Doubles{}});
+      for (int lane = 0; lane < kLanes; ++lane) buckets[places[lane]] += weights[lane];
     }
     int b = 0;
-    for (; b < kBuckets; ++b) {
-      if (held + buckets[b].count >= limit || before + buckets[b].mass >= budget) break;
-      held += buckets[b].count;
-      before += buckets[b].mass;
+    for (; b < kBuckets && held + buckets[b] < budget; ++b) held += buckets[b];
+    if (b == kBuckets) return {low, now.count};
+    const Candidates all = now;
+    now = {0, nullptr, inner.y};
+    for (int64_t i = 0; i < all.count; i += kLanes) {
+      const Floats y = all.values(i), place = place_of(y);
+      const uint32_t inside = greater(broadcast(float(b + 1)), place) & ~greater(broadcast(float(b)), place);
+      compress(now.y + now.count, y, inside);
+      now.count += std::popcount(inside);
     }
-    if (b == kBuckets) return {range.low, n};
-    int64_t inside = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      inner_y[inside] = y[i];
-      inner_mass[inside] = mass[i];
-      inside += bucket_of(i) == b;
-    }
-    y = inner_y;
-    mass = inner_mass;
-    n = inside;
+    first = first && b == 0;
   }
 }
 
 void keep(Candidates& c, Cut cut) {
-  int64_t kept = 0;
-  for (int64_t i = 0; i < c.count; ++i) {
-    const bool stays = c.y[i] > cut.value || (c.y[i] == cut.value && cut.ties-- > 0);
-    c.token[kept] = c.token[i];
-    c.y[kept] = c.y[i];
-    c.mass[kept] = c.mass[i];
-    kept += stays;
+  const Candidates all = c;
+  c.count = 0;
+  for (int64_t i = 0; i < all.count; i += kLanes) {
+    const Floats y = all.values(i);
+    Ints tokens;
+    std::memcpy(&tokens, all.token + i, sizeof tokens);
+    const uint32_t above = greater(y, broadcast(cut.value));
+    uint32_t ties = ~(above | greater(broadcast(cut.value), y)) & 0xffff;
+    while (std::popcount(ties) > cut.ties) ties ^= std::bit_floor(ties);
+    cut.ties -= std::popcount(ties);
+    c.add(tokens, y, above | ties);
   }
-  c.count = kept;
 }
 
 struct Row {
@@ -208,12 +199,14 @@ struct Row {
   }
 
   int64_t greedy() const {
-    for (int64_t i = 0; i < vocab; ++i)
+    int64_t i = 0;
+    while (i + kBlock < vocab && max_lane(load(maxima + i / kBlock * kLanes)) != peak) i += kBlock;
+    for (; i < vocab; ++i)
       if (logits[i] == peak) return i;
     return 0;
   }
 
-  // -infinity for what min_p drops and beyond n.
+  // Values of tokens i, i + 1, ...: -infinity for what min_p drops and beyond n.
   Floats scaled(int64_t i, int n) const {
     Floats y = (load_part(logits + i, n) - peak) / temperature;
     if (n < kLanes) y = select(lane_index() < n, y, broadcast(-INFINITY));
@@ -232,26 +225,12 @@ struct Row {
   // Nor here among the top_p; the margin is for the rounding of the sums.
   float top_p_floor(double total) const { return float(std::log((1.0 - top_p) * total / double(vocab)) - 1e-3); }
 
-  // `place` has room for the vocabulary and kLanes more.
-  void gather(float least, Candidates& place) const {
-    least = std::max(least, kLeast);
-    int64_t count = 0;
+  // Tokens of at least `least` -> c, which is empty.
+  void gather(float least, Candidates& c) const {
+    const Floats below = broadcast(std::nextafter(std::max(least, kLeast), -INFINITY));
     for (int64_t i = 0; i < vocab; i += kLanes) {
-      const int n = int(std::min<int64_t>(kLanes, vocab - i));
-      const Floats y = scaled(i, n);
-      if (max_lane(y) < least) continue;
-      float values[kLanes];
-      store(values, y);
-      for (int lane = 0; lane < kLanes; ++lane) {
-        place.token[count] = int32_t(i + lane);
-        place.y[count] = values[lane];
-        count += values[lane] >= least;
-      }
-    }
-    place.count = count;
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const Masses m = masses_of(load(place.y + i));
-      std::memcpy(place.mass + i, &m, sizeof m);
+      const Floats y = scaled(i, int(std::min<int64_t>(kLanes, vocab - i)));
+      if (const uint32_t chosen = greater(y, below)) c.add(lane_index() + int32_t(i), y, chosen);
     }
   }
 
@@ -268,16 +247,15 @@ struct Row {
     double total = by_count ? 0 : sum_blocks(vocab, sums, every);
     if (!by_count && !by_mass) return draw(vocab, uniform, sums, total, every);
 
-    const int64_t room = vocab + kLanes;
-    Candidates c{0, workspace.take<int32_t>(room), workspace.take<float>(room), workspace.take<double>(room)};
+    Candidates c{0, workspace.take<int32_t>(vocab + kLanes), workspace.take<float>(vocab + kLanes)};
     gather(by_count ? top_k_floor() : top_p_floor(total), c);
-    const auto kept = [&](int64_t i, int n) { return c.masses(i, n); };
+    const auto kept = [&](int64_t i, int) { return masses_of(c.values(i)); };
     if (by_count) {
-      keep(c, find_cut(c, top_k, INFINITY));
+      keep(c, find_cut<false>(c, double(top_k)));
       total = sum_blocks(c.count, sums, kept);
     }
     if (by_mass) {
-      keep(c, find_cut(c, vocab, top_p * total));
+      keep(c, find_cut<true>(c, top_p * total));
       total = sum_blocks(c.count, sums, kept);
     }
     return c.token[draw(c.count, uniform, sums, total, kept)];
