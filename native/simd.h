@@ -21,6 +21,8 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(64)));  // 8 of them
+typedef int64_t Longs __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(64)));
 
 struct bf16 {
@@ -99,6 +101,7 @@ inline Floats load_part(const T* p, int n) {
 }
 template <class T>
 inline __attribute__((always_inline)) void store_part(T* p, Floats v, int n) {
+  if (n == kLanes) return store(p, v);
   T copy[kLanes];
   store(copy, v);
   std::memcpy(p, copy, n * sizeof(T));
