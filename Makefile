@@ -1,6 +1,6 @@
 # make serve   set up, then serve the bundled checkpoint on http://127.0.0.1:8000
 # make test    set up, then run the tests
-# make setup   .venv with the `longspan` command; done once, again when pyproject.toml changes
+# make setup   .venv with the `longspan` command; compiles the kernels; again when they or pyproject.toml change
 # make lint    ruff and pyright
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ PORT ?= 8000
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml $(wildcard native/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Longspan needs Python 3.11 or later, found $$($(PYTHON) --version). Set PYTHON=python3.x"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \

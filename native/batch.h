@@ -23,6 +23,7 @@ struct Batch {
   const int64_t* state_slots;    // [seqs]
   std::vector<int64_t> row_seq;  // [tokens] the sequence of each row
   std::vector<int64_t> visible;  // [tokens] how many tokens of its sequence the row sees, itself included
+  std::vector<int64_t> longest_first;  // the sequences with rows, most rows first
 
   Batch(int64_t tokens, int64_t seqs, Address query_starts, Address context_lens, Address block_tables,
         int64_t table_stride, Address slot_mapping, Address state_slots)
@@ -41,6 +42,11 @@ struct Batch {
         row_seq[row] = s;
         visible[row] = this->context_lens[s] + row - this->query_starts[s] + 1;
       }
+    const auto length = [&](int64_t s) { return this->query_starts[s + 1] - this->query_starts[s]; };
+    for (int64_t s = 0; s < seqs; ++s)
+      if (length(s)) longest_first.push_back(s);
+    std::stable_sort(longest_first.begin(), longest_first.end(),
+                     [&](int64_t a, int64_t b) { return length(a) > length(b); });
   }
 
   const int64_t* table(int64_t seq) const { return block_tables + seq * table_stride; }

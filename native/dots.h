@@ -43,10 +43,11 @@ inline __attribute__((always_inline)) void sum_all(const Floats* acc, float* c) 
 
 }  // namespace detail
 
-// c [M][N] of the rows a[0..M) and b[0..N), k elements each. `ahead`, if any, is where memory is read next:
-// as many bytes as the N columns hold are prefetched from there.
-template <int M, int N, class T>
-inline void dot_tile(const T* const* a, const T* const* b, int64_t k, float* c, const char* ahead = nullptr) {
+// c [M][N] of the rows a[0..M) and b[0..N), k elements each. Every step prefetches `lines` cache lines from
+// `ahead` on, and moves on by `stride` bytes.
+template <int M, int N, int lines, class T>
+inline void dot_tile(const T* const* a, const T* const* b, int64_t k, float* c, const char* ahead = nullptr,
+                     int64_t stride = 0) {
   constexpr int step = Operand<T>::size;
   Floats acc[M * N];
 #pragma GCC unroll 32
@@ -59,10 +60,10 @@ inline void dot_tile(const T* const* a, const T* const* b, int64_t k, float* c, 
   for (int j = 0; j < N; ++j) columns[j] = b[j];
   int64_t at = 0;
   for (; at + step <= k; at += step) {
-    if (ahead) {
-#pragma GCC unroll 16
-      for (int j = 0; j < N; ++j) __builtin_prefetch(ahead + 64 * j);
-      ahead += 64 * N;
+    if constexpr (lines > 0) {
+#pragma GCC unroll 8
+      for (int j = 0; j < lines; ++j) __builtin_prefetch(ahead + 64 * j, 0, 2);  // into L2
+      ahead += stride;
     }
     detail::tile_step<M, N, T>(
         acc, [&](int i) { return load_operand(rows[i] + at); }, [&](int j) { return load_operand(columns[j] + at); });
@@ -90,26 +91,43 @@ inline void dots(int64_t m, int64_t n, int64_t k, RowsA&& a, RowsB&& b, Put&& pu
   float c[kTileRows * kTileColumns + kLanes];
   const T* rows[kTileRows];
   const T* columns[kVectorColumns];
-  const auto tile = [&]<int M, int N>(int64_t i0, int64_t j0, const char* ahead) {
+  const auto tile = [&]<int M, int N, int lines>(int64_t i0, int64_t j0, const char* ahead, int64_t stride) {
     for (int i = 0; i < M; ++i) rows[i] = a(i0 + i);
-    dot_tile<M, N, T>(rows, columns, k, c, ahead);
+    dot_tile<M, N, lines, T>(rows, columns, k, c, ahead, stride);
     for (int i = 0; i < M; ++i) put(i0 + i, j0, c + i * N, N);
   };
-  const auto column_block = [&]<int N>(int64_t j0) {
+  // The next columns lie kAhead bytes on and are as many as these: their lines are fetched by the first tiles
+  // of rows, a few at each step.
+  const auto column_block = [&]<int N, int lines>(int64_t j0) {
     for (int j = 0; j < N; ++j) columns[j] = b(j0 + j);
-    const char* ahead = contiguous ? reinterpret_cast<const char*>(columns[0]) + kAhead : nullptr;
+    const char* ahead = reinterpret_cast<const char*>(columns[0]) + kAhead;
+    const char* end = ahead + N * k * int64_t(sizeof(T));
+    const auto run = [&]<int M>(int64_t i) {
+      const int64_t stride = ahead < end ? 64 * lines : 0;
+      tile.template operator()<M, N, lines>(i, j0, ahead, stride);
+      ahead += stride * (k / Operand<T>::size);
+    };
     int64_t i = 0;
-    for (; i + kTileRows <= m; i += kTileRows, ahead = nullptr)
-      tile.template operator()<kTileRows, N>(i, j0, ahead);
-    for (; i + 2 <= m; i += 2, ahead = nullptr) tile.template operator()<2, N>(i, j0, ahead);
-    for (; i < m; ++i, ahead = nullptr) tile.template operator()<1, N>(i, j0, ahead);
+    for (; i + kTileRows <= m; i += kTileRows) run.template operator()<kTileRows>(i);
+    for (; i + 2 <= m; i += 2) run.template operator()<2>(i);
+    for (; i < m; ++i) run.template operator()<1>(i);
+  };
+  const auto columns_by = [&]<int N>(int64_t j0) {
+    if constexpr (!contiguous)
+      column_block.template operator()<N, 0>(j0);
+    else if (m <= kTileRows)
+      column_block.template operator()<N, N>(j0);
+    else if (m <= 8 * kTileRows)
+      column_block.template operator()<N, (N + 1) / 2>(j0);
+    else
+      column_block.template operator()<N, 1>(j0);
   };
   int64_t j = 0;
   if (m == 1)
-    for (; j + kVectorColumns <= n; j += kVectorColumns) column_block.template operator()<kVectorColumns>(j);
-  for (; j + kTileColumns <= n; j += kTileColumns) column_block.template operator()<kTileColumns>(j);
-  for (; j + 2 <= n; j += 2) column_block.template operator()<2>(j);
-  for (; j < n; ++j) column_block.template operator()<1>(j);
+    for (; j + kVectorColumns <= n; j += kVectorColumns) columns_by.template operator()<kVectorColumns>(j);
+  for (; j + kTileColumns <= n; j += kTileColumns) columns_by.template operator()<kTileColumns>(j);
+  for (; j + 2 <= n; j += 2) columns_by.template operator()<2>(j);
+  for (; j < n; ++j) columns_by.template operator()<1>(j);
 }
 
 }  // namespace longspan

@@ -1,7 +1,196 @@
-#include "tensor.h"
+// Kimi Delta Attention of one layer, from the normalised hidden to what is added to the residual.
+//
+//     q, k, v, b, forget, gate = projections of x;  y = gated norm of the recurrence over them;  out = output y
+//
+// Four stages: products with x; the second halves of the low ranks; the recurrence, shared out by sequence and
+// head, longest sequences first; the product with y. A sequence of at most kRecurrent rows goes token by token,
+// a longer one in chunks; one without context starts from zeros, one without rows is left alone.
+#include "kda_recurrence.h"
+#include "workspace.h"
 
 namespace longspan {
 
-void bind_kda(nb::module_&) {}
+namespace {
+
+constexpr int64_t kRecurrent = 8;
+
+// rows [count][dim] -> [count][width], zeros at the end.
+std::vector<float> widened(const float* x, int64_t count, int64_t dim, int64_t width) {
+  std::vector<float> out(count * width);
+  for (int64_t r = 0; r < count; ++r) std::copy(x + r * dim, x + (r + 1) * dim, out.begin() + r * width);
+  return out;
+}
+
+const float* floats(const Vector& v, int64_t size) {
+  if (v.dtype != Dtype::float32 || v.size != size) throw std::invalid_argument("a float32 vector was expected");
+  return v.data<float>();
+}
+
+}  // namespace
+
+Kda::Kda(Tensor q, Tensor k, Tensor v, Tensor forget_a, Tensor forget_b, Tensor beta, Tensor gate,
+         std::optional<Tensor> gate_b, Tensor output, Tensor conv, Tensor a_log, Tensor dt_bias, Tensor output_norm,
+         std::optional<float> lower_bound, float norm_eps)
+    : q(std::move(q)),
+      k(std::move(k)),
+      v(std::move(v)),
+      forget_a(std::move(forget_a)),
+      forget_b(std::move(forget_b)),
+      beta(std::move(beta)),
+      gate(std::move(gate)),
+      output(std::move(output)),
+      heads(this->beta.rows),
+      dim(this->q.rows / heads),
+      width((dim + kLanes - 1) / kLanes * kLanes),
+      lower_bound(lower_bound),
+      norm_eps(norm_eps) {
+  if (gate_b) this->gate_b.emplace(std::move(*gate_b));
+  const Weight filters(std::move(conv));
+  const int64_t inner = heads * dim, kernel = filters.cols;
+  if (filters.dtype != Dtype::float32 || filters.rows != 3 * inner)
+    throw std::invalid_argument("conv: float32 [3 * heads * dim, kernel] was expected");
+  history = kernel - 1;
+  taps.resize(heads * kernel * 3 * width);
+  for (int64_t channel = 0; channel < 3 * inner; ++channel)
+    for (int64_t j = 0; j < kernel; ++j) {
+      const int64_t part = channel / inner, head = channel % inner / dim, i = channel % dim;
+      taps[((head * kernel + j) * 3 + part) * width + i] = filters.data<float>()[channel * filters.stride + j];
+    }
+  this->dt_bias = widened(floats(Vector(std::move(dt_bias)), inner), heads, dim, width);
+  this->output_norm = widened(floats(Vector(std::move(output_norm)), dim), 1, dim, width);
+  const Vector log_rates(std::move(a_log));
+  for (int64_t h = 0; h < heads; ++h) rate.push_back(std::exp(floats(log_rates, heads)[h]));
+}
+
+namespace {
+
+// What one thread needs to walk over heads.
+template <class T>
+struct HeadScratch {
+  HeadRows rows;
+  float *o, *raw, *chunk, *state;
+
+  static constexpr int64_t kRows = KdaChunk<T>::kChunk;
+  static int64_t size(const Kda& w) {
+    return 5 * kRows * w.width + kRows + KdaInput<T>::scratch(w) + KdaChunk<T>::scratch(w.width) + w.width * w.width;
+  }
+  HeadScratch(const Kda& w, float* memory) {
+    const auto take = [&](float*& array, int64_t count) {
+      array = memory;
+      memory += count;
+    };
+    take(rows.q, kRows * w.width);
+    take(rows.k, kRows * w.width);
+    take(rows.v, kRows * w.width);
+    take(rows.decay, kRows * w.width);
+    take(o, kRows * w.width);
+    take(rows.beta, kRows);
+    take(raw, KdaInput<T>::scratch(w));
+    take(chunk, KdaChunk<T>::scratch(w.width));
+    take(state, w.width * w.width);
+  }
+};
+
+void copy_state(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t dim) {
+  for (int64_t i = 0; i < dim; ++i) std::copy(from + i * from_stride, from + i * from_stride + dim, to + i * to_stride);
+}
+
+template <class T>
+void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, const Batch& batch, int64_t seq,
+              int64_t head, HeadScratch<T> scratch) {
+  const int64_t dim = w.dim, width = w.width, slot = batch.state_slots[seq];
+  const int64_t first = batch.query_starts[seq], count = batch.query_starts[seq + 1] - first;
+  const bool begins = batch.context_lens[seq] == 0;
+  T* window = at<T>(memory.window) + slot * memory.window_slot + head * dim;
+  float* home = at<float>(memory.state) + slot * memory.state_slot + head * memory.state_head;
+
+  // A state of whole vectors is worked on where it lies.
+  const bool whole = dim == width;
+  const HeadState s = whole ? HeadState{home, memory.state_key} : HeadState{scratch.state, width};
+  if (!whole) std::fill(s.data, s.data + width * width, 0.0f);
+  if (begins)
+    for (int64_t i = 0; i < dim; ++i) std::fill(s.data + i * s.stride, s.data + i * s.stride + dim, 0.0f);
+  else if (!whole)
+    copy_state(home, memory.state_key, s.data, s.stride, dim);
+
+  KdaInput<T> input(w, rows, head, first, begins ? nullptr : window, memory.window_row, scratch.raw);
+  const HeadRows& r = scratch.rows;
+  if (count <= kRecurrent) {
+    input.read(count, r);
+    for (int64_t t = 0; t < count; ++t) {
+      const int64_t at = t * width;
+      kda_recur(dim, width, r.q + at, r.k + at, r.v + at, r.decay + at, r.beta[t], s, scratch.o + at);
+    }
+    kda_output(w, rows, head, first, count, scratch.o);
+  } else {
+    KdaChunk<T> chunk(width, scratch.chunk);
+    for (int64_t done = 0; done < count; done += chunk.kChunk) {
+      const int64_t n = std::min(chunk.kChunk, count - done);
+      input.read(n, r);
+      chunk.run(n, r, s, scratch.o);
+      kda_output(w, rows, head, first + done, n, scratch.o);
+    }
+  }
+  input.save(window, memory.window_row);
+  if (!whole) copy_state(s.data, s.stride, home, memory.state_key, dim);
+}
+
+template <class T>
+void run(const Kda& w, const KdaMemory& memory, const Batch& batch, const T* x, T* out) {
+  const int64_t tokens = batch.tokens, hidden = w.q.cols, inner = w.heads * w.dim;
+  const int64_t forget_rank = w.forget_a.rows, gate_rank = w.gate_b ? w.gate.rows : 0;
+  Workspace workspace;
+  const KdaRows<T> rows{inner,
+                        workspace.take<T>(tokens * 3 * inner),
+                        workspace.take<T>(tokens * inner),
+                        workspace.take<T>(tokens * w.heads),
+                        workspace.take<T>(tokens * inner),
+                        workspace.take<T>(tokens * inner)};
+  T* low_forget = workspace.take<T>(tokens * forget_rank);
+  T* low_gate = workspace.take<T>(tokens * gate_rank);
+  const int64_t scratch_size = HeadScratch<T>::size(w);
+  float* scratch = workspace.take<float>(pool().size() * scratch_size);
+
+  pool().run([&](Team& team) {
+    multiply<T, T>(team, tokens,
+                   {{x, hidden, w.q, rows.qkv, 3 * inner},
+                    {x, hidden, w.k, rows.qkv + inner, 3 * inner},
+                    {x, hidden, w.v, rows.qkv + 2 * inner, 3 * inner},
+                    {x, hidden, w.gate, w.gate_b ? low_gate : rows.gate, w.gate.rows},
+                    {x, hidden, w.forget_a, low_forget, forget_rank},
+                    {x, hidden, w.beta, rows.beta, w.heads}});
+    team.barrier();
+    multiply<T, T>(team, tokens, {{low_forget, forget_rank, w.forget_b, rows.forget, inner}});
+    if (w.gate_b) multiply<T, T>(team, tokens, {{low_gate, gate_rank, *w.gate_b, rows.gate, inner}});
+    team.barrier();
+    const HeadScratch<T> mine(w, scratch + team.rank * scratch_size);
+    team.claim(int64_t(batch.longest_first.size()) * w.heads, 1, [&](int64_t unit, int64_t) {
+      run_head(w, rows, memory, batch, batch.longest_first[unit / w.heads], unit % w.heads, mine);
+    });
+    team.barrier();
+    multiply<T, T>(team, tokens, {{rows.y, inner, w.output, out, w.output.rows}});
+  });
+}
+
+void kda(const Kda& weights, const KdaMemory& memory, const Batch& batch, Address x, Address out) {
+  if (!batch.tokens) return;
+  with_dtype(weights.q.dtype, [&]<class T>(T) { run(weights, memory, batch, at<const T>(x), at<T>(out)); });
+}
+
+}  // namespace
+
+void bind_kda(nb::module_& m) {
+  nb::class_<Kda>(m, "Kda").def(
+      nb::init<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, Tensor, Tensor, Tensor,
+               Tensor, Tensor, std::optional<float>, float>(),
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+      nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
+  nb::class_<KdaMemory>(m, "KdaMemory")
+      .def("__init__", [](KdaMemory* memory, Address state, int64_t slot, int64_t head, int64_t key, Address window,
+                          int64_t window_slot, int64_t window_row) {
+        new (memory) KdaMemory{state, window, slot, head, key, window_slot, window_row};
+      });
+  m.def("kda", &kda, Unlocked());
+}
 
 }  // namespace longspan

@@ -1,6 +1,5 @@
 // What this machine can do at most, measured: read bandwidth and multiply-accumulate peaks on all threads.
 #include <chrono>
-#include <memory>
 
 #include "pool.h"
 #include "simd.h"
@@ -15,25 +14,15 @@ double seconds_of(auto&& work) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
-// Streams `bytes` once -> GB/s. Much larger than the caches, or it measures those.
-double read_bandwidth(int64_t bytes) {
-  const int64_t count = bytes / 4;
-  static std::unique_ptr<float[]> buffer;
-  static int64_t size = 0;
-  if (size < count) {
-    buffer.reset(new float[count]);
-    size = count;
-    float* fresh = buffer.get();
-    pool().run([&](Team& team) {
-      team.claim(count, 1 << 18, [&](int64_t begin, int64_t end) { std::fill(fresh + begin, fresh + end, 1.0f); });
-    });
-  }
-  const float* p = buffer.get();
+// Streams the memory at `address` once -> GB/s. Where memory lies can matter as much as how it is read, so
+// give the very bytes that the operators read, many times the caches' size.
+double read_bandwidth(Address address, int64_t bytes) {
+  const float* p = at<const float>(address);
   std::atomic<float> sink{0};
   const double seconds = seconds_of([&] {
     pool().run([&](Team& team) {
       Floats sums[8] = {};
-      team.claim(count / 128, 2048, [&](int64_t begin, int64_t end) {
+      team.claim(bytes / 512, 2048, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin * 128; i < end * 128; i += 128)
           for (int j = 0; j < 8; ++j) sums[j] += load(p + i + 16 * j);
       });
@@ -42,7 +31,7 @@ double read_bandwidth(int64_t bytes) {
       sink.store(sum(all), std::memory_order_relaxed);
     });
   });
-  return double(count) * 4 / seconds / 1e9;
+  return double(bytes / 512 * 512) / seconds / 1e9;
 }
 
 // Independent chains of one multiply-accumulate from registers -> operations a second of all threads, in 1e9.
@@ -81,7 +70,7 @@ double int8_peak(int64_t) { return 0; }
 }  // namespace
 
 void bind_limits(nb::module_& m) {
-  m.def("read_bandwidth", &read_bandwidth, nb::arg("bytes") = int64_t(1) << 29, Unlocked());
+  m.def("read_bandwidth", &read_bandwidth, nb::arg("address"), nb::arg("bytes"), Unlocked());
   m.def("bf16_peak", &bf16_peak, nb::arg("rounds") = 10'000'000, Unlocked());
   m.def("int8_peak", &int8_peak, nb::arg("rounds") = 10'000'000, Unlocked());
 }

@@ -23,19 +23,45 @@ constexpr int64_t kColumnBytes = 64 << 10;  // of weights that stay in L2 while 
 constexpr int64_t kRowBytes = 256 << 10;    // of rows that stay in L2 while columns pass
 constexpr int64_t kColumnGrain = 24;        // a whole number of tiles of either width
 
+// How one product is cut into units. Few rows: the weights stream from memory, and a unit is a long run of
+// columns, each the share of a thread in half of what is left, down to the grain. Many rows: blocks that
+// fit the cache. The cut never changes a result.
 struct Blocks {
-  int64_t rows, columns;  // of one unit
-  int64_t down, across;   // units
-  int64_t count() const { return down * across; }
-};
+  static constexpr int kMostRuns = 40;
+  int64_t rows = 0, columns = 0;  // of one block
+  int64_t down = 1;               // blocks per column of blocks
+  int64_t units = 0;
+  int64_t run[kMostRuns + 1];  // where the runs begin, when down is 0
 
-inline Blocks blocks_of(int64_t m, int64_t n, int64_t k, int64_t bytes, int threads) {
-  const auto round = [](int64_t x, int64_t to) { return std::max(to, x / to * to); };
-  int64_t columns = round(std::min(kColumnBytes / (k * bytes), n / (4 * threads)), kColumnGrain);
-  int64_t rows = round(kRowBytes / (k * bytes), kTileRows);
-  rows = std::min(rows, std::max<int64_t>(m, 1));
-  return {rows, columns, (m + rows - 1) / rows, (n + columns - 1) / columns};
-}
+  Blocks() = default;
+  Blocks(int64_t m, int64_t n, int64_t k, int64_t bytes, int threads) {
+    if (m <= 8 * kTileRows) {
+      rows = m;
+      down = 0;
+      const float share = 0.5f / float(threads);
+      for (int64_t at = 0; at < n; ++units) {
+        run[units] = at;
+        const int64_t size = int64_t(float(n - at) * share) / kColumnGrain * kColumnGrain;
+        at = units == kMostRuns - 1 ? n : std::min(n, at + std::max(size, kColumnGrain));
+      }
+      run[units] = n;
+      return;
+    }
+    const auto round = [](int64_t x, int64_t to) { return std::max(to, x / to * to); };
+    columns = round(std::min(kColumnBytes / (k * bytes), n / (4 * threads)), kColumnGrain);
+    rows = std::min(m, round(kRowBytes / (k * bytes), kTileRows));
+    down = (m + rows - 1) / rows;
+    units = down * ((n + columns - 1) / columns);
+  }
+
+  // Calls work(i0, i1, j0, j1) with what unit `u` of an m x n product is.
+  template <class Work>
+  void unit(int64_t u, int64_t m, int64_t n, Work&& work) const {
+    if (!down) return work(0, m, run[u], run[u + 1]);
+    const int64_t i0 = u % down * rows, j0 = u / down * columns;
+    work(i0, std::min(i0 + rows, m), j0, std::min(j0 + columns, n));
+  }
+};
 
 template <class T, class Out>
 void multiply_block(const Product<T, Out>& p, int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
@@ -63,16 +89,16 @@ void multiply(Team& team, int64_t m, std::initializer_list<Product<T, Out>> prod
   int64_t total = 0;
   int count = 0;
   for (const auto& p : products) {
-    blocks[count] = detail::blocks_of(m, p.weight.rows, p.weight.cols, sizeof(T), team.size);
-    total += blocks[count++].count();
+    blocks[count] = {m, p.weight.rows, p.weight.cols, sizeof(T), team.size};
+    total += blocks[count++].units;
   }
   team.claim(total, 1, [&](int64_t unit, int64_t) {
     int which = 0;
-    while (unit >= blocks[which].count()) unit -= blocks[which++].count();
-    const auto& b = blocks[which];
+    while (unit >= blocks[which].units) unit -= blocks[which++].units;
     const auto& p = products.begin()[which];
-    const int64_t i0 = unit % b.down * b.rows, j0 = unit / b.down * b.columns;
-    detail::multiply_block(p, i0, std::min(i0 + b.rows, m), j0, std::min(j0 + b.columns, p.weight.rows));
+    blocks[which].unit(unit, m, p.weight.rows, [&](int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+      detail::multiply_block(p, i0, i1, j0, j1);
+    });
   });
 }
 

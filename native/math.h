@@ -31,22 +31,30 @@ inline Floats exp(Floats x) {
 
 inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
 
-// Near 0 the odd series, so that small values keep their digits.
+// Near 0 the odd series, so that small values keep their digits; beyond it by e^-2|x|.
 inline Floats tanh(Floats x) {
   const Floats square = x * x;
-  Floats series = broadcast(62.0f / 2835.0f);
+  Floats series = broadcast(21844.0f / 6081075.0f);
+  series = series * square - 1382.0f / 155925.0f;
+  series = series * square + 62.0f / 2835.0f;
   series = series * square - 17.0f / 315.0f;
   series = series * square + 2.0f / 15.0f;
   series = series * square - 1.0f / 3.0f;
-  const Floats near = x + x * square * series;
-  const Floats far = 1.0f - 2.0f / (exp(2.0f * x) + 1.0f);
-  return select(square < 0.04f, near, far);
+  const Floats near = x + x * (square * series);
+  const Floats size = max(x, -x), e = exp(-2.0f * size), far = (1.0f - e) / (1.0f + e);
+  return select(size < 0.45f, near, select(x < 0.0f, -far, far));
 }
 
 inline Floats silu(Floats x) { return x * sigmoid(x); }
 
-// log(1 + e^x) for one value; x beyond 20, as the model has it.
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+// log(1 + e^x) = max(x, 0) + log(1 + u), u = e^-|x|;  log(1 + u) = 2 atanh(s), s = u / (2 + u) <= 1/3.
+inline Floats softplus(Floats x) {
+  const Floats u = exp(select(x > 0.0f, -x, x));
+  const Floats s = u / (2.0f + u), square = s * s;
+  Floats series = broadcast(2.0f / 15.0f);
+  for (int k = 13; k > 0; k -= 2) series = series * square + 2.0f / float(k);
+  return max(x, zero()) + s * series;
+}
 
 // x^-1/2 of one value, as torch computes it.
 inline float rsqrt(float x) { return 1.0f / std::sqrt(x); }

@@ -1,7 +1,351 @@
-#include "tensor.h"
+// Multi-head latent attention before and after the attention itself, as ops/mla_prologue.py has it.
+//
+// Prologue, four stages; w is float32, all else rounds to T where the model does:
+//
+//     1   a = q_a x  (or q = q_proj x)    [c0 | kp] = kv_a x    k0 = wk x    w = weights_proj x / sqrt(Hi)
+//     2   a = rms_norm(a)     page row = [rms_norm(c0) | kp]     key row = layer_norm(k0), int8 where keys are
+//     3   q = q_b a           qI = wq_b a (or wq_b x, then in stage 1)
+//     4   query_h = [W_UK_h^T qn_h | qp_h]
+//
+// Epilogue, three stages: round(latent_out) and W_g x;  o_h = W_UV_h latent_out_h, o *= sigmoid(W_g x);  W_o o.
+//
+// W_UK^T is [heads, rank, nope], a transposed copy made at load so that both of its sides are rows: it costs
+// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB) and the half of kv_b it came from is not
+// read again. All other weights are read in place.
+#include <nanobind/stl/array.h>
+
+#include "linear.h"
+#include "norm.h"
+#include "pages.h"
+#include "quantize.h"
+#include "workspace.h"
 
 namespace longspan {
+namespace {
 
-void bind_mla(nb::module_&) {}
+// A matrix for each head: [heads, rows, cols] with contiguous rows.
+struct HeadWeights {
+  Tensor owner;
+  int64_t heads, rows, cols, head_stride, row_stride;
+
+  explicit HeadWeights(Tensor t) : owner(std::move(t)) {
+    if (owner.ndim() != 3 || (owner.shape(2) > 1 && owner.stride(2) != 1))
+      throw std::invalid_argument("a matrix with contiguous rows for each head was expected");
+    heads = int64_t(owner.shape(0));
+    rows = int64_t(owner.shape(1));
+    cols = int64_t(owner.shape(2));
+    head_stride = owner.stride(0);
+    row_stride = owner.stride(1);
+  }
+};
+
+// [m, heads, n] with any strides of the first two.
+template <class T>
+struct HeadRows {
+  T* data;
+  int64_t row_stride, head_stride;
+
+  T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
+};
+
+// out[i, h] = round( w_h x[i, h] ) for m rows. Calls done(i, h, j0, j1) on each finished piece of a row. No
+// barrier after it.
+template <class T, class Done>
+void multiply_heads(Team& team, int64_t m, const HeadWeights& w, HeadRows<const T> x, HeadRows<T> out, Done&& done) {
+  const auto blocks = detail::blocks_of(m, w.rows, w.cols, sizeof(T), 1);
+  const T* weights = static_cast<const T*>(w.owner.data());
+  team.claim(w.heads * blocks.count(), 1, [&](int64_t unit, int64_t) {
+    const int64_t head = unit / blocks.count(), block = unit % blocks.count();
+    const int64_t i0 = block % blocks.down * blocks.rows, i1 = std::min(i0 + blocks.rows, m);
+    const int64_t j0 = block / blocks.down * blocks.columns, j1 = std::min(j0 + blocks.columns, w.rows);
+    dots<true, T>(
+        i1 - i0, j1 - j0, w.cols, [&](int64_t i) { return x.at(i0 + i, head); },
+        [&](int64_t j) { return weights + head * w.head_stride + (j0 + j) * w.row_stride; },
+        [&](int64_t i, int64_t j, const float* c, int count) {
+          store_part(out.at(i0 + i, head) + j0 + j, load(c), count);
+        });
+    for (int64_t i = i0; i < i1; ++i) done(i, head, j0, j1);
+  });
+}
+
+struct Indexer {
+  Weight query, key, head_weight;
+  Vector norm_weight, norm_bias;  // float32
+  float norm_eps;
+};
+
+struct Mla {
+  std::optional<Weight> query_a;
+  std::optional<Vector> query_norm;
+  HeadWeights query;  // [heads, nope + rope, cols]: q_b, or q_proj where there is no query_a
+  Weight kv_a;
+  Vector kv_a_norm;
+  HeadWeights up_key;  // [heads, rank, nope]
+  HeadWeights up_value;  // [heads, value, rank]
+  float norm_eps;
+  std::optional<Indexer> indexer;
+  std::optional<Weight> gate;
+  Weight output;
+
+  int64_t heads() const { return up_key.heads; }
+  int64_t rank() const { return up_key.rows; }
+  int64_t nope() const { return up_key.cols; }
+  int64_t rope() const { return kv_a.rows - rank(); }
+  bool index_from_latent() const { return query_a && query_a->rows == indexer->query.cols; }
+};
+
+// Memory of one layer: where its pages lie. Index keys are in `keys` or, as int8, in `codes` and `scales`.
+struct MlaPages {
+  using Place = std::array<int64_t, 3>;  // address, strides of page and row; address 0: there are none
+
+  int64_t page_size;
+  Place latent, keys, codes, scales;
+  int64_t quad_stride;  // of codes
+
+  template <class T>
+  T* slot(const Place& place, int64_t slot) const {
+    return Pages<T>{at<T>(place[0]), place[1], place[2], page_size}.slot(slot);
+  }
+
+  // Quantises key [n] into its place; `row` has room for n rounded up to kLanes.
+  template <class T>
+  void put_codes(int64_t token, const T* key, int64_t n, uint8_t* row) const {
+    *slot<float>(scales, token) = quantize_row(key, n, row);
+    uint8_t* place = slot<uint8_t>(codes, token);
+    for (int64_t i = 0; i < n; i += kQuad) std::memcpy(place + i / kQuad * quad_stride, row + i, kQuad);
+  }
+};
+
+// round( (x - mean) * rsqrt(var + eps) * weight + bias ); out may be x.
+template <class T>
+void layer_norm(const T* x, const float* weight, const float* bias, float eps, int64_t n, T* out) {
+  const auto values = [&](int64_t i) { return n - i < kLanes ? load_part(x + i, int(n - i)) : load(x + i); };
+  Floats total = zero(), squares = zero();
+  for (int64_t i = 0; i < n; i += kLanes) total += values(i);
+  const float mean = sum(total) / float(n);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Ints inside = lane_index() < int32_t(n - i);
+    const Floats off = select(inside, values(i) - mean, zero());
+    squares += off * off;
+  }
+  const float scale = rsqrt(sum(squares) / float(n) + eps);
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int count = int(std::min<int64_t>(kLanes, n - i));
+    const Floats normal = (values(i) - mean) * scale;
+    store_part(out + i, normal * load_part(weight + i, count) + load_part(bias + i, count), count);
+  }
+}
+
+template <class T>
+struct Prologue {
+  const Mla& w;
+  const MlaPages& pages;
+  int64_t m;
+  const T* x;
+  const int64_t* slots;
+  T *query_latent, *compressed, *key, *q;    // scratch
+  T *query, *index_query;                    // [m, heads, rank + rope], [m, Hi * Di]
+  float* index_weight;                       // [m, Hi]
+
+  int64_t hidden() const { return w.kv_a.cols; }
+
+  void project(Team& team, const Weight& weight, const T* rows, T* out) const {
+    multiply<T, T>(team, m, {{rows, weight.cols, weight, out, weight.rows}});
+  }
+
+  HeadRows<T> by_head() const { return {q, w.query.rows, m * w.query.rows}; }
+
+  void project_query(Team& team, const T* rows) const {
+    multiply_heads<T>(team, m, w.query, {rows, w.query.cols, 0}, by_head(), [](auto...) {});
+  }
+
+  void from_hidden(Team& team) const {
+    if (w.query_a)
+      project(team, *w.query_a, x, query_latent);
+    else
+      project_query(team, x);
+    project(team, w.kv_a, x, compressed);
+    if (!w.indexer) return;
+    const Weight& heads = w.indexer->head_weight;
+    project(team, w.indexer->key, x, key);
+    multiply<T, float>(team, m, {{x, hidden(), heads, index_weight, heads.rows}});
+    if (!w.index_from_latent()) project(team, w.indexer->query, x, index_query);
+  }
+
+  void finish_row(int64_t row) const {
+    if (w.query_a) {
+      const int64_t width = w.query_a->rows;
+      T* latent = query_latent + row * width;
+      rms_norm(latent, w.query_norm->data<T>(), w.norm_eps, width, latent);
+    }
+    const int64_t rank = w.rank(), slot = slots[row];
+    const T* raw = compressed + row * w.kv_a.rows;
+    T* latent = pages.slot<T>(pages.latent, slot);
+    rms_norm(raw, w.kv_a_norm.data<T>(), w.norm_eps, rank, latent);
+    std::memcpy(latent + rank, raw + rank, w.rope() * sizeof(T));
+    if (w.indexer) finish_index(row, slot);
+  }
+
+  void finish_index(int64_t row, int64_t slot) const {
+    const Indexer& indexer = *w.indexer;
+    const int64_t dim = indexer.key.rows, heads = indexer.head_weight.rows;
+    T* raw = key + row * dim;
+    const bool quantised = pages.codes[0];
+    T* normal = quantised ? raw : pages.slot<T>(pages.keys, slot);
+    layer_norm(raw, indexer.norm_weight.data<float>(), indexer.norm_bias.data<float>(), indexer.norm_eps, dim, normal);
+    if (quantised) {
+      Workspace workspace;
+      pages.put_codes(slot, normal, dim, workspace.take<uint8_t>(dim + kLanes));
+    }
+    const float scale = 1.0f / std::sqrt(float(heads));
+    for (int64_t h = 0; h < heads; ++h) index_weight[row * heads + h] *= scale;
+  }
+
+  void absorb(Team& team) const {
+    const int64_t rank = w.rank(), nope = w.nope(), rope = w.rope();
+    const HeadRows<const T> from{q, w.query.rows, m * w.query.rows};
+    const HeadRows<T> to{query, w.heads() * (rank + rope), rank + rope};
+    multiply_heads<T>(team, m, w.up_key, from, to, [&](int64_t i, int64_t h, int64_t, int64_t j1) {
+      if (j1 == rank) std::memcpy(to.at(i, h) + rank, from.at(i, h) + nope, rope * sizeof(T));
+    });
+  }
+
+  void run(Team& team) const {
+    from_hidden(team);
+    team.barrier();
+    team.claim(m, 1, [&](int64_t row, int64_t) { finish_row(row); });
+    team.barrier();
+    if (w.query_a) {
+      project_query(team, query_latent);
+      if (w.indexer && w.index_from_latent()) project(team, w.indexer->query, query_latent, index_query);
+      team.barrier();
+    }
+    absorb(team);
+  }
+};
+
+void mla_prologue(const Mla& w, const MlaPages& pages, int64_t rows, Address x, Address slots, Address query,
+                  Address index_query, Address index_weight) {
+  with_dtype(w.kv_a.dtype, [&]<class T>(T) {
+    Workspace workspace;
+    const auto scratch = [&](int64_t width) { return workspace.take<T>(rows * width); };
+    const Prologue<T> prologue{
+        .w = w,
+        .pages = pages,
+        .m = rows,
+        .x = at<const T>(x),
+        .slots = at<const int64_t>(slots),
+        .query_latent = scratch(w.query_a ? w.query_a->rows : 0),
+        .compressed = scratch(w.kv_a.rows),
+        .key = scratch(w.indexer ? w.indexer->key.rows : 0),
+        .q = scratch(w.query.heads * w.query.rows),
+        .query = at<T>(query),
+        .index_query = at<T>(index_query),
+        .index_weight = at<float>(index_weight),
+    };
+    pool().run([&](Team& team) { prologue.run(team); });
+  });
+}
+
+template <class T>
+struct Epilogue {
+  const Mla& w;
+  int64_t m;
+  const float* latent_out;         // [m, heads, rank]
+  const T* x;                      // [m, hidden]
+  T *rounded, *gate, *attended;    // scratch
+  T* out;                          // [m, hidden]
+
+  int64_t width() const { return w.output.cols; }
+
+  void round_row(const float* from, T* to) const {
+    for (int64_t i = 0; i < w.rank(); i += kLanes) {
+      const int n = int(std::min<int64_t>(kLanes, w.rank() - i));
+      store_part(to + i, load_part(from + i, n), n);
+    }
+  }
+
+  void open_gate(int64_t row, int64_t begin, int64_t end) const {
+    T* a = attended + row * width();
+    const T* g = gate + row * width();
+    for (int64_t i = begin; i < end; i += kLanes) {
+      const int n = int(std::min<int64_t>(kLanes, end - i));
+      store_part(a + i, load_part(a + i, n) * round_to<T>(sigmoid(load_part(g + i, n))), n);
+    }
+  }
+
+  void run(Team& team) const {
+    const int64_t rank = w.rank(), value = w.up_value.rows;
+    const HeadRows<T> by_head{rounded, rank, m * rank};
+    if (w.gate) multiply<T, T>(team, m, {{x, w.gate->cols, *w.gate, gate, width()}});
+    constexpr int64_t kGrain = 4;
+    team.claim(m * w.heads(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit)
+        round_row(latent_out + unit * rank, by_head.at(unit / w.heads(), unit % w.heads()));
+    });
+    team.barrier();
+    multiply_heads<T>(team, m, w.up_value, {rounded, rank, m * rank}, {attended, width(), value},
+                      [&](int64_t i, int64_t h, int64_t j0, int64_t j1) {
+                        if (w.gate) open_gate(i, h * value + j0, h * value + j1);
+                      });
+    team.barrier();
+    multiply<T, T>(team, m, {{attended, width(), w.output, out, w.output.rows}});
+  }
+};
+
+void mla_epilogue(const Mla& w, int64_t rows, Address latent_out, Address x, Address out) {
+  with_dtype(w.kv_a.dtype, [&]<class T>(T) {
+    Workspace workspace;
+    const Epilogue<T> epilogue{
+        .w = w,
+        .m = rows,
+        .latent_out = at<const float>(latent_out),
+        .x = at<const T>(x),
+        .rounded = workspace.take<T>(rows * w.heads() * w.rank()),
+        .gate = workspace.take<T>(w.gate ? rows * w.gate->rows : 0),
+        .attended = workspace.take<T>(rows * w.output.cols),
+        .out = at<T>(out),
+    };
+    pool().run([&](Team& team) { epilogue.run(team); });
+  });
+}
+
+template <class Out, class In>
+std::optional<Out> made(std::optional<In> given) {
+  if (!given) return std::nullopt;
+  return Out(std::move(*given));
+}
+
+}  // namespace
+
+void bind_mla(nb::module_& m) {
+  nb::class_<Indexer>(m, "Indexer")
+      .def("__init__",
+           [](Indexer* self, Tensor query, Tensor key, Tensor head_weight, Tensor norm_weight, Tensor norm_bias,
+              float norm_eps) {
+             new (self) Indexer{Weight(query),       Weight(key),       Weight(head_weight),
+                                Vector(norm_weight), Vector(norm_bias), norm_eps};
+           });
+  nb::class_<Mla>(m, "Mla").def(
+      "__init__",
+      [](Mla* self, std::optional<Tensor> query_a, std::optional<Tensor> query_norm, Tensor query, Tensor kv_a,
+         Tensor kv_a_norm, Tensor up_key, Tensor up_value, float norm_eps, std::optional<Indexer> indexer,
+         std::optional<Tensor> gate, Tensor output) {
+        new (self) Mla{made<Weight>(query_a), made<Vector>(query_norm), HeadWeights(query),    Weight(kv_a),
+                       Vector(kv_a_norm),     HeadWeights(up_key),      HeadWeights(up_value), norm_eps,
+                       std::move(indexer),    made<Weight>(gate),       Weight(output)};
+      },
+      nb::arg("query_a").none(), nb::arg("query_norm").none(), nb::arg("query"), nb::arg("kv_a"),
+      nb::arg("kv_a_norm"), nb::arg("up_key"), nb::arg("up_value"), nb::arg("norm_eps"),
+      nb::arg("indexer").none(), nb::arg("gate").none(), nb::arg("output"));
+  using Place = MlaPages::Place;
+  nb::class_<MlaPages>(m, "MlaPages")
+      .def("__init__", [](MlaPages* self, int64_t page_size, Place latent, Place keys, Place codes, Place scales,
+                          int64_t quad_stride) {
+        new (self) MlaPages{page_size, latent, keys, codes, scales, quad_stride};
+      });
+  m.def("mla_prologue", &mla_prologue, Unlocked());
+  m.def("mla_epilogue", &mla_epilogue, Unlocked());
+}
 
 }  // namespace longspan

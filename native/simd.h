@@ -138,6 +138,30 @@ inline typename Operand<T>::Vector load_operand_part(const T* p, int n) {
 #endif
 }
 
+// The same one or two elements in every lane.
+inline Floats broadcast_operand(const float* p) { return broadcast(*p); }
+inline Halves broadcast_operand(const bf16* p) {
+  uint32_t pair;
+  std::memcpy(&pair, p, sizeof pair);
+  return cast_bits<Halves>(Words(Words{} + pair));
+}
+
+// Lane l: a[l] and b[l] as neighbours, rounded to bf16.
+inline Halves interleave(Floats a, Floats b) {
+#ifdef __AVX512BF16__
+  const Words low = Words(_mm512_cvtepu16_epi32(std::bit_cast<__m256i>(_mm512_cvtneps_pbh(__m512(a)))));
+  const Words high = Words(_mm512_cvtepu16_epi32(std::bit_cast<__m256i>(_mm512_cvtneps_pbh(__m512(b)))));
+  return cast_bits<Halves>(Words(low | high << 16));
+#else
+  Halves pairs;
+  for (int l = 0; l < kLanes; ++l) {
+    pairs[2 * l] = from_float<bf16>(a[l]).bits;
+    pairs[2 * l + 1] = from_float<bf16>(b[l]).bits;
+  }
+  return pairs;
+#endif
+}
+
 inline Floats dot(Floats acc, Floats a, Floats b) { return acc + a * b; }
 inline Floats dot(Floats acc, Halves a, Halves b) {
 #ifdef __AVX512BF16__
@@ -185,6 +209,31 @@ inline void compress(void* p, Lanes v, uint32_t mask) {
 #endif
 }
 
+// The other way round, lanes along columns: lane l holds column `column` + l of a group of rows, as many as `dot`
+// sums at a time; it meets one weight per row of the group, the same in all lanes.
+template <class T>
+constexpr int kGroup = Operand<T>::size / kLanes;
+
+inline Floats load_group(const float* const* rows, int64_t column) { return load(rows[0] + column); }
+inline Halves load_group(const bf16* const* rows, int64_t column) {
+#ifdef __AVX512F__
+  const auto wide = [&](int row) {
+    return Words(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[row] + column))));
+  };
+  return cast_bits<Halves>(Words(wide(0) | wide(1) << 16));
+#else
+  Halves v;
+  for (int i = 0; i < kLanes; ++i) v[2 * i] = rows[0][column + i].bits, v[2 * i + 1] = rows[1][column + i].bits;
+  return v;
+#endif
+}
+inline Floats broadcast_group(const float* weights) { return broadcast(*weights); }
+inline Halves broadcast_group(const bf16* weights) {
+  uint32_t pair;
+  std::memcpy(&pair, weights, sizeof pair);
+  return cast_bits<Halves>(Words(pair - Words{}));
+}
+
 // Sum of all lanes, always as the same tree: halves, quarters, pairs. `sum_each` gives the same bits.
 inline float sum(Floats v) {
   v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -229,6 +278,29 @@ inline Floats sum_each(const Floats v[kLanes]) {
   for (int i = 0; i < 4; ++i) f4[i] = fold4(f8[i], f8[i + 4]);
   for (int i = 0; i < 2; ++i) f2[i] = fold2(f4[i], f4[i + 2]);
   return fold1(f2[0], f2[1]);
+}
+
+// v[i][j] <- v[j][i].
+inline void transpose(Floats v[kLanes]) {
+  Floats t[kLanes];
+  for (int i = 0; i < 8; ++i) {
+    t[i] = __builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    t[i + 8] = __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  }
+  for (int i = 0; i < 16; ++i)
+    if (!(i & 4)) {
+      v[i] = __builtin_shufflevector(t[i], t[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+      v[i + 4] = __builtin_shufflevector(t[i], t[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    }
+  for (int i = 0; i < 16; ++i)
+    if (!(i & 2)) {
+      t[i] = __builtin_shufflevector(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+      t[i + 2] = __builtin_shufflevector(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    }
+  for (int i = 0; i < 16; i += 2) {
+    v[i] = __builtin_shufflevector(t[i], t[i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    v[i + 1] = __builtin_shufflevector(t[i], t[i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  }
 }
 
 // Lane i < 8 of the result is sum(v[i]), bit for bit.

@@ -81,6 +81,13 @@ before and after; the median counts.""",
   longspan make-checkpoint /tmp/real-layer --shape real-layer
   longspan bench /tmp/real-layer""",
     ),
+    "info": Command(
+        "Show which operators compute here and why, and what the machine has.",
+        "longspan.info",
+        """\
+  longspan info
+  LONGSPAN_ISA=avx2 longspan info --json""",
+    ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",
         "longspan.evaluation",

@@ -11,7 +11,7 @@ import torch
 from support.random_checkpoint import published_config
 from torch import Tensor
 
-from longspan.bench.measure import PAGE_SIZE, Bench
+from longspan.bench.measure import PAGE_SIZE, Bench, warm_up_tokens
 from longspan.bench.workload import Step
 from longspan.config import parse_config
 from longspan.errors import NonFiniteError
@@ -66,7 +66,7 @@ def test_tokens_differ_from_step_to_step() -> None:
 @pytest.mark.parametrize("index_key_dtype", ["auto", "int8"])
 def test_all_memory_holds_numbers_of_plausible_size(index_key_dtype: str) -> None:
     model = RecordingModel()
-    bench_of(model, 2, 200, index_key_dtype).warm_up(3)
+    bench_of(model, 2, 200, index_key_dtype).warm_up()
     for view in model.views:
         if isinstance(view, KdaView):
             assert 0.03 < view.state.std() < 0.07 and 0.8 < view.conv.float().std() < 1.2
@@ -77,6 +77,12 @@ def test_all_memory_holds_numbers_of_plausible_size(index_key_dtype: str) -> Non
             assert int(keys.codes.min()) >= 1
             keys = (keys.codes.float() - 128) * keys.scale[:, None, :, None]
         assert keys is not None and 0.7 < keys.float().std() < 1.7
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(896, 16, 544), (6, 2, 12), (6, 6, 1), (1, 1, 1)])
+def test_a_warm_up_hits_all_experts(experts: int, top_k: int, tokens: int) -> None:
+    values = published_config("k3.1", num_experts=experts, num_experts_per_token=top_k)
+    assert warm_up_tokens(parse_config(values)) == tokens
 
 
 @pytest.mark.parametrize("count", [1, 4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,8 @@ def test_help_of_a_command_shows_options_and_examples(
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     shown = capsys.readouterr().out
-    assert (
-        f"\n  longspan {command} {'/tmp/mini' if command == 'make-checkpoint' else 'models/k31-tiny'}"
-        in shown
-    )
+    example = {"make-checkpoint": " /tmp/mini", "info": ""}.get(command, " models/k31-tiny")
+    assert f"\n  longspan {command}{example}" in shown
     assert shown.count("\n  -") > 1
 
 
@@ -52,7 +51,7 @@ def test_what_is_no_command_is_refused_with_the_usage(
     assert "usage: longspan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "make-checkpoint"])
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"make-checkpoint", "info"}))
 def test_a_missing_checkpoint_is_told_in_a_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,3 +181,11 @@ def test_an_interrupt_ends_a_command_quietly(
     monkeypatch.setattr("longspan.engine.engine.Engine.step", interrupt)
     assert main(["generate", str(checkpoint), "--prompt", "x"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_info_says_what_computes_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] in ("native", "torch") and found["because"]
+    assert main(["info"]) == 0
+    assert found["processor"] in capsys.readouterr().out

@@ -23,8 +23,11 @@ def test_no_flags_give_the_defaults() -> None:
 
 def test_every_option_has_its_flag() -> None:
     words = "--dtype float32 --backend torch --max-model-len 4096 --max-num-seqs 8"
-    words += " --max-num-batched-tokens 128 --block-size 16 --cache-gib 0.5 --index-key-dtype int8 --seed 7"
-    assert parse(*words.split()) == EngineOptions("float32", "torch", 4096, 8, 128, 16, 0.5, "int8", 7)
+    words += " --max-num-batched-tokens 128 --block-size 16 --cache-gib 0.5 --index-key-dtype int8"
+    words += " --threads 3 --cpus 0,2-3 --seed 7"
+    assert parse(*words.split()) == EngineOptions(
+        "float32", "torch", 4096, 8, 128, 16, 0.5, "int8", 3, (0, 2, 3), 7
+    )
 
 
 def test_page_size_and_cache_have_two_names() -> None:
@@ -38,6 +41,9 @@ def test_page_size_and_cache_have_two_names() -> None:
         ({"dtype": "float16"}, "dtype is 'float16'. Legal is one of auto, bfloat16, float32"),
         ({"dtype": None}, "dtype is None"),
         ({"index_key_dtype": "fp8"}, "index_key_dtype is 'fp8'. Legal is one of auto, int8"),
+        ({"threads": 0}, "threads is 0. Legal is an integer from 1 to 1024"),
+        ({"cpus": "3-1"}, "cpus is '3-1'. Legal is a list like 0,2-5"),
+        ({"cpus": "a"}, "cpus is 'a'"),
         ({"backend": 3}, "backend is 3"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0. Legal is an integer from 1 to"),
         ({"page_size": -1}, "page_size is -1"),

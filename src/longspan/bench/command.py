@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    report = _measure(args, depths)
+    report = _measure(args, config, depths)
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(report.heading() + "\n")
@@ -90,8 +90,8 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(args: argparse.Namespace, depths: list[int]) -> Report:
-    from longspan.bench.measure import WARM_UP_TOKENS, Bench
+def _measure(args: argparse.Namespace, config: ModelConfig, depths: list[int]) -> Report:
+    from longspan.bench.measure import Bench
     from longspan.bench.report import Report, Row
     from longspan.bench.workload import Step, work_of
     from longspan.formats.progress import track
@@ -100,15 +100,15 @@ def _measure(args: argparse.Namespace, depths: list[int]) -> Report:
 
     model = load_model(args.model, args.dtype, args.backend)
     before = [machine_limits() for _ in range(LIMIT_MEASUREMENTS)]
-    bench = Bench(model, args.batch, _longest(args, depths), args.index_key_dtype)
-    bench.warm_up(min(WARM_UP_TOKENS, _longest(args, depths)))
+    bench = Bench(model, args.batch, _longest(args, config, depths), args.index_key_dtype)
+    bench.warm_up()
     steps = [("prefill", Step(1, args.prefill_chunk, depth)) for depth in depths if args.prefill_chunk]
     steps += [("decode", Step(args.batch, 1, depth)) for depth in depths]
     rows = [
         Row(
             phase,
             step,
-            work_of(model.config, step, ELEMENT_BYTES[args.dtype], args.index_key_dtype),
+            work_of(config, step, ELEMENT_BYTES[args.dtype], args.index_key_dtype),
             bench.time(step, args.steps),
         )
         for phase, step in track(steps, "Measuring")
@@ -116,7 +116,7 @@ def _measure(args: argparse.Namespace, depths: list[int]) -> Report:
     after = [machine_limits() for _ in range(LIMIT_MEASUREMENTS)]
     return Report(
         model=args.model.resolve().name,
-        family=model.config.family,
+        family=config.family,
         dtype=args.dtype,
         index_key_dtype=args.index_key_dtype,
         backend=model.ops.name,
@@ -138,9 +138,11 @@ def _checked_depths(config: ModelConfig, asked: list[int] | None) -> list[int]:
     return sorted(set(asked))
 
 
-def _longest(args: argparse.Namespace, depths: list[int]) -> int:
-    """Tokens of one sequence, with those of the step."""
-    return max(depths) + max(args.prefill_chunk, 1)
+def _longest(args: argparse.Namespace, config: ModelConfig, depths: list[int]) -> int:
+    """Tokens of one sequence, with those of the step; enough to warm up with."""
+    from longspan.bench.measure import warm_up_tokens
+
+    return max(max(depths) + max(args.prefill_chunk, 1), warm_up_tokens(config))
 
 
 def _check(args: argparse.Namespace, config: ModelConfig, depths: list[int]) -> None:
@@ -174,7 +176,7 @@ def _check_memory(args: argparse.Namespace, config: ModelConfig, depths: list[in
     token = args.batch * bytes_per_token(config, element, args.index_key_dtype).total
     fixed = args.batch * bytes_per_sequence(config, element).total
     fixed += activation_bytes(config, max(args.prefill_chunk, args.batch), args.batch, element)
-    needed, available = fixed + token * _longest(args, depths), available_memory()
+    needed, available = fixed + token * _longest(args, config, depths), available_memory()
     if needed > available:
         deepest = (available - fixed) // token - max(args.prefill_chunk, 1)
         raise CapacityError(

@@ -8,6 +8,7 @@ experts are hit.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from longspan.bench.workload import Step
+from longspan.config import ModelConfig
 from longspan.errors import NonFiniteError
 from longspan.formats.progress import track
 from longspan.memory.layout import allocate_views
@@ -22,7 +24,6 @@ from longspan.model.decoder import Decoder
 from longspan.ops.batch import KdaView, LayerView, QuantizedKeys, StepBatch
 
 PAGE_SIZE = 64
-WARM_UP_TOKENS = 512
 _STATE_DEVIATION = 0.05
 _KEY_SCALE = 3 / 127  # codes of int8 keys of deviation about one
 _ENOUGH_SECONDS = 2.0
@@ -46,8 +47,9 @@ class Bench:
         self, model: Decoder, sequences: int, tokens: int, index_key_dtype: str = "auto", seed: int = 0
     ) -> None:
         self._model = model
+        self._tokens = tokens
         self._noise = torch.Generator().manual_seed(seed)
-        pages = pages_for(tokens)
+        pages = -(-tokens // PAGE_SIZE)
         self._views = allocate_views(
             model.config, sequences * pages, PAGE_SIZE, sequences, model.dtype, index_key_dtype
         )
@@ -56,9 +58,9 @@ class Bench:
         for view in track(self._views, "Filling memory"):
             _fill(view, self._noise)
 
-    def warm_up(self, rows: int) -> None:
-        """Touches weights, so that the first measurement does not pay for reading them from disk."""
-        self._run(Step(1, rows, 0))
+    def warm_up(self) -> None:
+        """Touches all weights, so that no measurement pays for reading them from disk."""
+        self._run(Step(1, min(warm_up_tokens(self._model.config), self._tokens), 0))
 
     def time(self, step: Step, count: int | None = None) -> Timing:
         """`count` steps after one that is not counted; None: as many as fit in two seconds, 3 to 50.
@@ -100,8 +102,10 @@ class Bench:
         )
 
 
-def pages_for(tokens: int) -> int:
-    return -(-tokens // PAGE_SIZE)
+def warm_up_tokens(config: ModelConfig) -> int:
+    """Tokens that leave 0.05 experts of a layer untouched on average, as many choices are even."""
+    experts, idle = config.moe.num_experts, 1 - config.moe.top_k / config.moe.num_experts
+    return math.ceil(math.log(0.05 / experts) / math.log(idle)) if idle else 1
 
 
 def _fill(view: LayerView, noise: torch.Generator) -> None:

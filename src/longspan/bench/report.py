@@ -1,10 +1,10 @@
 """What was measured, held against the limits of the machine: a table, JSON, a plot.
 
-JSON is one object; fields are only ever added. Sizes are in bytes, times in seconds:
+JSON is one object; fields are only ever added. All is in bytes, seconds and operations:
 
 - model, family, dtype, index_key_dtype, backend
-- limits: {threads, read_bytes, bf16_operations, int8_operations} in 1e9 a second, each the median of
-  `measurements`, a list of the same; its first half is from before the steps, the rest from after
+- limits: {threads, read_bytes, bf16_operations, int8_operations}, what this machine does in a second; each
+  the median of `measurements`, a list of the same, whose first half is from before the steps, the rest after
 - rows: a list of {phase: "prefill" or "decode", sequences, rows, depth, steps, seconds: {median, fastest,
   slowest}, tokens_per_second, bytes: {weights, experts, cache, state}, operations: {weights, attention,
   index}, bytes_per_second, operations_per_second, read_share, compute_share, limit_tokens_per_second}
@@ -61,15 +61,16 @@ class Report:
     @property
     def limits(self) -> MachineLimits:
         """The median of each."""
-        median = {
-            field.name: statistics.median(getattr(measured, field.name) for measured in self.measurements)
-            for field in dataclasses.fields(MachineLimits)
-        }
-        return MachineLimits(**median | {"threads": self.measurements[0].threads})
+        return MachineLimits(
+            threads=self.measurements[0].threads,
+            read_bytes=statistics.median(m.read_bytes for m in self.measurements),
+            bf16_operations=statistics.median(m.bf16_operations for m in self.measurements),
+            int8_operations=statistics.median(m.int8_operations for m in self.measurements),
+        )
 
     def read_seconds(self, work: Work) -> float:
         """The least that reading takes."""
-        return work.total_bytes / (self.limits.read_bytes * GIGA)
+        return work.total_bytes / self.limits.read_bytes
 
     def compute_seconds(self, work: Work) -> float:
         """The least that computing takes; 0 where the peak is unknown."""
@@ -78,7 +79,7 @@ class Report:
         if not bf16:
             return 0.0
         products = work.weight_operations + work.attention_operations
-        return (products / bf16 + work.index_operations / index_peak) / GIGA
+        return products / bf16 + work.index_operations / index_peak
 
     def limit_tokens_per_second(self, row: Row) -> float:
         return row.step.tokens / max(self.read_seconds(row.work), self.compute_seconds(row.work))
@@ -159,13 +160,13 @@ class Report:
     def heading(self) -> str:
         """What ran, and the limits it is held against, with the spread of their measurements."""
         limits = self.limits
-        reads = [measured.read_bytes for measured in self.measurements]
+        reads = [measured.read_bytes / GIGA for measured in self.measurements]
         peaks = {"BF16 GFLOP/s": limits.bf16_operations, "int8 GOP/s": limits.int8_operations}
-        known = "".join(f", {peak:,.0f} {unit}" for unit, peak in peaks.items() if peak)
+        known = "".join(f", {peak / GIGA:,.0f} {unit}" for unit, peak in peaks.items() if peak)
         keys = "" if self.index_key_dtype == "auto" else f", {self.index_key_dtype} index keys"
         return (
             f"{self.model}: {self.family}, {self.dtype}{keys}, {self.backend} operators\n"
-            f"machine, {limits.threads} threads: reads {limits.read_bytes:.1f} GB/s "
+            f"machine, {limits.threads} threads: reads {limits.read_bytes / GIGA:.1f} GB/s "
             f"({min(reads):.1f} to {max(reads):.1f}){known}"
         )
 
@@ -186,7 +187,8 @@ class Report:
                 linestyle="--",
                 label="limit of the machine",
             )
-            axes.set(title=f"{phase}, {rows[0].step.tokens} tokens a step", xlabel="depth", ylabel="tokens/s")
+            axes.set_title(f"{phase}, tokens a step: {rows[0].step.tokens}")
+            axes.set(xlabel="depth", ylabel="tokens/s")
             axes.set_ylim(bottom=0)
             axes.legend()
         figure.suptitle(f"{self.model}, {self.dtype}, {self.backend}")

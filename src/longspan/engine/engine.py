@@ -24,6 +24,7 @@ from longspan.errors import LongspanError, RequestError
 from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan, plan_memory
 from longspan.model.loader import load_model
+from longspan.ops.backend import select_backend
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Engine:
         tokenizer = Tokenizer.from_dir(path) if (Path(path) / "tiktoken.model").exists() else None
         if tokenizer:
             tokenizer.check_vocab_size(config.vocab_size)
+        select_backend(options.backend).use_threads(options.threads, options.cpus)
         model = load_model(path, dtype=options.dtype, backend=options.backend)
         return cls(model, tokenizer, options, plan)
 

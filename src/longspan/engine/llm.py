@@ -99,6 +99,8 @@ class LLM:
         page_size: int = EngineOptions.page_size,
         cache_gib: float | None = None,
         index_key_dtype: str = EngineOptions.index_key_dtype,
+        threads: int | None = None,
+        cpus: tuple[int, ...] = (),
         seed: int | None = None,
     ) -> None:
         """`model` is a checkpoint directory. The options are those of `EngineOptions`."""
@@ -111,6 +113,8 @@ class LLM:
             page_size=page_size,
             cache_gib=cache_gib,
             index_key_dtype=index_key_dtype,
+            threads=threads,
+            cpus=cpus,
             seed=seed,
         )
         self.engine = Engine.from_path(model, options)

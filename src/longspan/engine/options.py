@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from longspan.memory.sizes import INDEX_KEY_DTYPES
 from longspan.token_ids import shown
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
+MAX_THREADS = 1024
 AUTO_DTYPE = "bfloat16"  # that of all published checkpoints
 DTYPE_CHOICES = ("auto", *ELEMENT_BYTES)
 
@@ -31,6 +33,8 @@ class EngineOptions:
     page_size: int = 64  # tokens
     cache_gib: float | None = None  # pages and slots together
     index_key_dtype: str = "auto"  # the model's dtype, or "int8"
+    threads: int | None = None  # of the operators; None: one for each core the process may use
+    cpus: tuple[int, ...] = ()  # processors they stay on, one each; empty: wherever the process may run
     seed: int | None = None  # of requests without a seed; None: a fresh one each
 
     def __post_init__(self) -> None:
@@ -47,6 +51,8 @@ class EngineOptions:
         self._check_integer("max_num_batched_tokens", 1, MAX_COUNT, optional=False)
         self._check_integer("page_size", 1, MAX_COUNT, optional=False)
         self._check_integer("seed", *SEED)
+        self._check_integer("threads", 1, MAX_THREADS)
+        object.__setattr__(self, "cpus", parse_cpus(self.cpus))
         gib = self.cache_gib
         number = isinstance(gib, int | float) and not isinstance(gib, bool)
         if gib is not None and not (number and 0 < gib < MAX_COUNT):
@@ -65,6 +71,35 @@ class EngineOptions:
 
 def _illegal(name: str, value: Any, legal: str) -> CapacityError:
     return CapacityError(f"{name} is {shown(value)}.", remedy=f"Legal is {legal}.")
+
+
+def parse_cpus(cpus: str | Iterable[int]) -> tuple[int, ...]:
+    """Numbers of processors, given as such or like "0,2-5". Raises CapacityError."""
+    if not isinstance(cpus, str):
+        return tuple(cpus)
+    numbers: list[int] = []
+    for part in filter(None, cpus.split(",")):
+        first, _, last = part.partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal() and int(last or first) - int(first) >= 0):
+            raise _illegal("cpus", cpus, "a list like 0,2-5")
+        numbers += range(int(first), int(last or first) + 1)
+    return tuple(numbers)
+
+
+def add_thread_arguments(group: argparse._ArgumentGroup) -> None:
+    """Adds --threads and --cpus, which every command that computes has."""
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of the operators (default: one for each core the process may use)",
+    )
+    group.add_argument(
+        "--cpus",
+        default="",
+        metavar="LIST",
+        help="keep each thread on a processor of its own, like 0,2-5 (default: the system moves them)",
+    )
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +163,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.index_key_dtype,
         help="of the sparse indexer's cached keys; int8 takes about half (default: %(default)s)",
     )
+    add_thread_arguments(group)
     group.add_argument(
         "--seed",
         type=int,

@@ -5,10 +5,13 @@ The contract of each field (maths, layout, edge cases) heads the file that defin
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor
 
 from longspan.errors import ConfigError
@@ -19,8 +22,11 @@ from longspan.ops.kda import kda
 from longspan.ops.linear import lm_head
 from longspan.ops.mla_prologue import MlaQueries, mla_epilogue, mla_prologue
 from longspan.ops.moe import moe_output, routed_experts
+from longspan.ops.native.extension import choose
 from longspan.ops.sampling import apply_penalties, sample
 from longspan.ops.sparse_attention import sparse_attention
+
+logger = logging.getLogger(__name__)
 
 BACKEND_VARIABLE = "LONGSPAN_BACKEND"
 
@@ -30,6 +36,7 @@ class Operators:
     """One callable per operator, chosen once at start-up."""
 
     name: str
+    use_threads: Callable[[int | None, Sequence[int]], None]
     attention_residual: Callable[..., tuple[Tensor, Tensor]]
     kda: Callable[..., Tensor]
     mla_prologue: Callable[..., MlaQueries]
@@ -44,8 +51,15 @@ class Operators:
     sample: Callable[..., Tensor]
 
 
+def _use_torch_threads(threads: int | None, cpus: Sequence[int]) -> None:
+    """torch knows no affinity of its threads: of `cpus` only the number counts."""
+    if threads or cpus:
+        torch.set_num_threads(threads or len(cpus))
+
+
 TORCH = Operators(
     name="torch",
+    use_threads=_use_torch_threads,
     attention_residual=attention_residual,
     kda=kda,
     mla_prologue=mla_prologue,
@@ -60,16 +74,31 @@ TORCH = Operators(
     sample=sample,
 )
 
-_BACKENDS = {"torch": TORCH}  # best last
+
+@cache
+def backends() -> dict[str, Operators]:
+    """The tables there are, the best last. Says so, once, where only the reference can compute."""
+    chosen = choose()
+    if chosen.module is None:
+        logger.warning("No native operators (%s): computing with torch, which is slow.", chosen.reason)
+        return {"torch": TORCH}
+    from longspan.ops.native.table import NATIVE
+
+    return {"torch": TORCH, "native": NATIVE}
 
 
 def select_backend(name: str | None = None) -> Operators:
     """The table `name`, else the one the environment names, else the best. ConfigError if unknown."""
     source = "backend"
     if name is None:
-        name, source = os.environ.get(BACKEND_VARIABLE) or list(_BACKENDS)[-1], BACKEND_VARIABLE
-    if name not in _BACKENDS:
+        name, source = os.environ.get(BACKEND_VARIABLE) or None, BACKEND_VARIABLE
+    if name == "torch":
+        return TORCH
+    known = backends()
+    if name is None:
+        return list(known.values())[-1]
+    if name not in known:
         raise ConfigError(
-            f"{source} is {name!r}.", remedy=f"Legal backends here: {', '.join(map(repr, _BACKENDS))}."
+            f"{source} is {name!r}.", remedy=f"Legal backends here: {', '.join(map(repr, known))}."
         )
-    return _BACKENDS[name]
+    return known[name]

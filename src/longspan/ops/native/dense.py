@@ -61,7 +61,6 @@ def ffn(x: Tensor, weights: FfnWeights) -> Tensor:
     return out
 
 
-
 def lm_head(x: Tensor, weight: Tensor) -> Tensor:
     x = contiguous(x)
     logits = torch.empty(x.shape[0], weight.shape[0])

@@ -36,7 +36,8 @@ def choose() -> Choice:
     if wanted:
         if wanted not in usable:
             raise ConfigError(
-                f"{ISA_VARIABLE} is {wanted!r}; built are {', '.join(built)}, this processor runs {', '.join(runs)}.",
+                f"{ISA_VARIABLE} is {wanted!r}; built are {', '.join(built)}, "
+                f"this processor runs {', '.join(runs)}.",
                 remedy=f"Legal here: {', '.join(usable) or 'none'}.",
             )
         return Choice(built[wanted], wanted, f"{ISA_VARIABLE} asks for it")
@@ -44,6 +45,10 @@ def choose() -> Choice:
         return Choice(None, None, f"built are {', '.join(built)}, this processor runs {', '.join(runs)}")
     best = usable[-1]
     return Choice(built[best], best, f"the best of {', '.join(usable)} that this processor runs")
+
+
+def is_built(isa: str) -> bool:
+    return _import(isa) is not None
 
 
 def _import(isa: str) -> ModuleType | None:

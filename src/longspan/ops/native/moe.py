@@ -1,0 +1,63 @@
+"""Native twins of routed_experts and moe_output. Experts are handed over when first hit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.ops.moe import ExpertWeights, MoeWeights, MxfpWeight
+from longspan.ops.native.dense import ffn_handle
+from longspan.ops.native.extension import extension
+from longspan.ops.native.handles import contiguous, kept, native_activation
+
+
+def routed_experts(x: Tensor, weights: MoeWeights) -> Tensor:
+    x, handle = contiguous(x), kept(weights, _build)
+    latent = weights.latent
+    out = torch.empty_like(x) if latent is None else x.new_empty(x.shape[0], latent.down.shape[0])
+    run = extension().routed_experts
+    while missing := run(handle, x.shape[0], x.data_ptr(), out.data_ptr()):
+        for expert in missing:
+            handle.provide(expert, *_matrices(weights.bank[expert], x.dtype))
+    return out
+
+
+def moe_output(r: Tensor, x: Tensor, weights: MoeWeights) -> Tensor:
+    if weights.latent is None and weights.shared is None:
+        return r
+    r, x = contiguous(r), contiguous(x)
+    out = torch.empty_like(x)
+    extension().moe_output(kept(weights, _build), x.shape[0], r.data_ptr(), x.data_ptr(), out.data_ptr())
+    return out
+
+
+def _build(weights: MoeWeights) -> Any:
+    router, latent = weights.router, weights.latent
+    native = extension()
+    rule = native.Router(
+        router.gate,
+        router.bias,
+        router.top_k,
+        router.num_groups,
+        router.top_k_groups,
+        router.renormalize,
+        router.scaling_factor,
+    )
+    projection = (None, None, None) if latent is None else (latent.down, latent.norm, latent.up)
+    shared = None if weights.shared is None else ffn_handle(weights.shared)
+    return native.Moe(rule, *projection, weights.norm_eps, shared, native_activation(weights.activation))
+
+
+def _matrices(expert: ExpertWeights, dtype: torch.dtype) -> list[Any]:
+    return [_matrix(weight, dtype) for weight in (expert.gate, expert.up, expert.down)]
+
+
+def _matrix(weight: MxfpWeight | Tensor, dtype: torch.dtype) -> Any:
+    if isinstance(weight, MxfpWeight):
+        return extension().ExpertMatrix(contiguous(weight.packed), contiguous(weight.scale))
+    weight = weight.to(dtype)
+    if weight.stride(0) == 0:  # one value, or one row, for all: a corrupt expert; it stays as small as that
+        weight = weight[:1].contiguous().expand(weight.shape)
+    return extension().ExpertMatrix(weight if weight.stride(1) == 1 else weight.contiguous())

@@ -1,0 +1,67 @@
+"""Which instruction set is chosen, and that each computes what torch does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from longspan.errors import ConfigError
+from longspan.ops.native import extension
+from longspan.ops.native.extension import ISAS, choose
+
+COMPARE = """
+import sys, torch
+from longspan import load_model
+torch.manual_seed(0)
+ids = torch.randint(0, 2048, (150,))
+native = load_model(sys.argv[1], dtype="float32", backend="native").forward(ids)
+reference = load_model(sys.argv[1], dtype="float32", backend="torch").forward(ids)
+wide = load_model(sys.argv[1], dtype="bfloat16", backend="native").forward(ids)
+print((native - reference).abs().max().item(), (wide - reference).abs().max().item())
+"""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_each_instruction_set_computes_what_torch_does(isa: str, tiny_dir: Path) -> None:
+    module = choose().module
+    assert module
+    if not extension.is_built(isa) or isa not in module.supported():
+        pytest.skip(f"{isa} is not built or this processor lacks it")
+    environment = os.environ | {"LONGSPAN_ISA": isa}
+    result = subprocess.run(
+        [sys.executable, "-c", COMPARE, str(tiny_dir)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    exact, rounded = map(float, result.stdout.split())
+    assert exact < 1e-3 and rounded < 0.5
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch, built: dict, wanted: str = "") -> extension.Choice:
+    monkeypatch.setattr(extension, "_import", built.get)
+    monkeypatch.setenv(extension.ISA_VARIABLE, wanted)
+    return choose.__wrapped__()
+
+
+def module(*runs: str) -> SimpleNamespace:
+    return SimpleNamespace(supported=lambda: ["portable", *runs])
+
+
+def test_the_best_that_runs_is_taken(monkeypatch) -> None:
+    built = dict.fromkeys(ISAS, module("avx2"))
+    assert fresh(monkeypatch, built).isa == "avx2"
+    assert fresh(monkeypatch, built, "portable").isa == "portable"
+
+
+def test_a_wish_that_cannot_be_met_is_an_error(monkeypatch) -> None:
+    with pytest.raises(ConfigError, match=r"LONGSPAN_ISA is 'avx512'; built are .*runs portable, avx2"):
+        fresh(monkeypatch, dict.fromkeys(ISAS, module("avx2")), "avx512")
+
+
+def test_without_modules_the_reason_is_told(monkeypatch) -> None:
+    assert "compiler" in fresh(monkeypatch, {}).reason
+    assert "this processor runs portable" in fresh(monkeypatch, {"avx512": module()}).reason
