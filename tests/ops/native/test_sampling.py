@@ -108,9 +108,7 @@ def test_a_dropped_token_is_never_chosen_at_the_edges(uniform: float, vocab: int
     logits[:, keep] = 3.0
     u = torch.tensor([uniform], dtype=torch.float64)
     for top_k, top_p in ((0, 1.0), (2, 1.0), (0, 0.9), (2, 0.9)):
-        got = sample(
-            logits, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]), torch.zeros(1), u
-        )
+        got = sample(logits, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]), torch.zeros(1), u)
         assert got.tolist() == [keep]
 
 
@@ -152,7 +150,13 @@ def test_a_row_without_a_number_gives_some_token_and_disturbs_no_other() -> None
     logits[0], logits[1, 7], logits[2, 9] = -torch.inf, torch.nan, torch.inf
     half = torch.full((4,), 0.5)
     for temperature in (0.0, 1.0):
-        args = (torch.full((4,), temperature), torch.tensor([0, 3, 0, 3]), half, torch.zeros(4), half.double())
+        args = (
+            torch.full((4,), temperature),
+            torch.tensor([0, 3, 0, 3]),
+            half,
+            torch.zeros(4),
+            half.double(),
+        )
         got = sample(logits, *args)
         assert ((got >= 0) & (got < 40)).all()
         assert got[3:].tolist() == sample(logits[3:], *(a[3:] for a in args)).tolist()
@@ -168,5 +172,7 @@ def test_penalties_are_those_of_the_reference(rows: int, vocab: int, seed: int) 
     penalties = torch.randn(rows), torch.randn(rows), torch.rand(rows) + 0.5
     before = logits.clone()
     got = apply_penalties(logits, counts, *penalties)
-    torch.testing.assert_close(got, reference.apply_penalties(logits, counts, *penalties), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        got, reference.apply_penalties(logits, counts, *penalties), rtol=1e-6, atol=1e-6
+    )
     assert torch.equal(logits, before)
