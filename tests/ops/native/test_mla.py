@@ -203,6 +203,23 @@ def test_threads_and_batch_mates_change_no_bit(dtype: torch.dtype, quantised: bo
                 torch.testing.assert_close(g, e, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_long_prompt_is_cut_in_blocks_without_a_trace() -> None:
+    torch.manual_seed(6)
+    s, tokens, dtype = Shape(hidden=33, heads=2, rank=70, value=50), 300, torch.bfloat16
+    w, x, tables = make_weights(s, dtype), torch.randn(tokens, s.hidden).to(dtype), Tables(1, tokens)
+    slots, latent_out = tables.batch([0], [tokens], [0]).slot_mapping, torch.randn(tokens, s.heads, s.rank)
+    views = [poisoned_view(s, tables, dtype) for _ in range(2)]
+    whole = mla.mla_prologue(x, w, views[0], slots), mla.mla_epilogue(latent_out, x, w)
+    want = reference.mla_prologue(x, w, views[1], slots), reference.mla_epilogue(latent_out, x, w)
+    for g, e in zip(answers(whole[0], views[0]), answers(want[0], views[1]), strict=True):
+        assert_near(g, e, dtype)
+    assert_near(whole[1], want[1], dtype)
+    for rows in torch.arange(tokens).split([1, 127, 128, 44]):
+        asked = mla.mla_prologue(x[rows], w, views[0], slots[rows])
+        assert torch.equal(asked.query, whole[0].query[rows])
+        assert torch.equal(mla.mla_epilogue(latent_out[rows], x[rows], w), whole[1][rows])
+
+
 def _fields(asked: MlaQueries) -> list[Tensor]:
     assert asked.index_query is not None and asked.index_weight is not None
     return [asked.query, asked.index_query, asked.index_weight]
