@@ -70,9 +70,8 @@ def sizes(w: MlaWeights) -> tuple[int, int]:
     assert isinstance(w.query, QueryLora) and w.indexer and w.gate is not None
     up_key = w.kv_b[:, : w.nope_dim].numel()
     before = (w.query.a, w.query.b, w.kv_a, w.indexer.query, w.indexer.key, w.indexer.head_weight)
-    return sum(
-        t.numel() for t in before
-    ) + up_key, w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    after = w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    return sum(t.numel() for t in before) + up_key, after
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-// exp, sigmoid, tanh, softplus and SiTU for 16 lanes: within 3e-7 of the true value, relatively. exp for 8 doubles.
+// exp, sigmoid, tanh, softplus and SiTU for 16 lanes: within 3e-7 of the true value, relatively.
 #pragma once
 
 #include "simd.h"
@@ -29,7 +29,7 @@ inline Floats exp(Floats x) {
   return select(x == x, result, x);
 }
 
-// e^x of 8 doubles <= 0, within 1e-15 relatively. Below -708 it is 0: so small a number has no double of full width.
+// e^x of 8 doubles <= 0, within 1e-14 relatively. Below -708 it is 0: no double of full width is so small.
 inline Doubles exp_negative(Doubles x) {
   constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52: the sum leaves the whole number in its low bits
   const Doubles bounded = x > -708.0 ? x : -708.0 + Doubles{};
