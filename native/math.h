@@ -20,16 +20,11 @@ inline Floats exp(Floats x) {
   p = p * f + 0.5f;
   p = p * f + 1.0f;
   p = p * f + 1.0f;
-  // 2^n in two steps, so that neither end of the range overflows on the way.
-  const Ints whole = __builtin_convertvector(n, Ints);
-  const Ints half = whole >> 1;
-  const Floats a = cast_bits<Floats>(Ints((half + 127) << 23));
-  const Floats b = cast_bits<Floats>(Ints((whole - half + 127) << 23));
-  const Floats result = p * a * b;
+  const Floats result = times_power(p, n);
   return select(x == x, result, x);
 }
 
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+inline Floats sigmoid(Floats x) { return reciprocal(1.0f + exp(-x)); }
 
 // Near 0 the odd series, so that small values keep their digits.
 inline Floats tanh(Floats x) {
