@@ -20,12 +20,7 @@ inline Floats exp(Floats x) {
   p = p * f + 0.5f;
   p = p * f + 1.0f;
   p = p * f + 1.0f;
-  // 2^n in two steps, so that neither end of the range overflows on the way.
-  const Ints whole = __builtin_convertvector(n, Ints);
-  const Ints half = whole >> 1;
-  const Floats a = cast_bits<Floats>(Ints((half + 127) << 23));
-  const Floats b = cast_bits<Floats>(Ints((whole - half + 127) << 23));
-  const Floats result = p * a * b;
+  const Floats result = times_power(p, n);
   return select(x == x, result, x);
 }
 
@@ -44,7 +39,7 @@ inline Doubles exp_negative(Doubles x) {
   return x > -708.0 ? result : Doubles{};
 }
 
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+inline Floats sigmoid(Floats x) { return reciprocal(1.0f + exp(-x)); }
 
 // (tanh(x) / x - 1) / x^2 by its series in x^2, for |x| < 0.45: small values keep their digits.
 inline Floats tanh_series(Floats square) {
