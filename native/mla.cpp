@@ -9,14 +9,16 @@
 //
 // Epilogue, three stages: round(latent_out) and W_g x;  o_h = W_UV_h latent_out_h, o *= sigmoid(W_g x);  W_o o.
 //
-// W_UK^T is [heads, rank, nope], a transposed copy made at load so that both of its sides are rows: it costs
-// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB) and the half of kv_b it came from is not
-// read again. All other weights are read in place.
+// W_UK meets few rows of k = nope, too short for dots.h: it is packed once for panels.h, kGroup columns after
+// kGroup columns, [heads, groups, nope / step, kGroup, step], with zeros beyond nope and rank. That copy costs
+// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB), and the half of kv_b it was made from is
+// not read again. All other weights are read in place. Scratch by head is [heads, m, n]: a head's rows lie close.
 #include <nanobind/stl/array.h>
 
 #include "linear.h"
 #include "norm.h"
 #include "pages.h"
+#include "panels.h"
 #include "quantize.h"
 #include "workspace.h"
 
@@ -27,6 +29,11 @@ namespace {
 struct HeadWeights {
   Tensor owner;
   int64_t heads, rows, cols, head_stride, row_stride;
+
+  template <class T>
+  const T* data() const {
+    return static_cast<const T*>(owner.data());
+  }
 
   explicit HeadWeights(Tensor t) : owner(std::move(t)) {
     if (owner.ndim() != 3 || (owner.shape(2) > 1 && owner.stride(2) != 1))
@@ -52,21 +59,25 @@ struct HeadRows {
 // barrier after it.
 template <class T, class Done>
 void multiply_heads(Team& team, int64_t m, const HeadWeights& w, HeadRows<const T> x, HeadRows<T> out, Done&& done) {
-  const auto blocks = detail::blocks_of(m, w.rows, w.cols, sizeof(T), 1);
-  const T* weights = static_cast<const T*>(w.owner.data());
-  team.claim(w.heads * blocks.count(), 1, [&](int64_t unit, int64_t) {
-    const int64_t head = unit / blocks.count(), block = unit % blocks.count();
-    const int64_t i0 = block % blocks.down * blocks.rows, i1 = std::min(i0 + blocks.rows, m);
-    const int64_t j0 = block / blocks.down * blocks.columns, j1 = std::min(j0 + blocks.columns, w.rows);
-    dots<true, T>(
-        i1 - i0, j1 - j0, w.cols, [&](int64_t i) { return x.at(i0 + i, head); },
-        [&](int64_t j) { return weights + head * w.head_stride + (j0 + j) * w.row_stride; },
-        [&](int64_t i, int64_t j, const float* c, int count) {
-          store_part(out.at(i0 + i, head) + j0 + j, load(c), count);
-        });
-    for (int64_t i = i0; i < i1; ++i) done(i, head, j0, j1);
+  const detail::Blocks blocks(m, w.rows, w.cols, sizeof(T), 1);
+  const T* weights = w.data<T>();
+  team.claim(w.heads * blocks.units, 1, [&](int64_t unit, int64_t) {
+    const int64_t head = unit / blocks.units;
+    const T* rows = weights + head * w.head_stride;
+    blocks.unit(unit % blocks.units, m, w.rows, [&](int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+      dots<true, T>(
+          i1 - i0, j1 - j0, w.cols, [&](int64_t i) { return x.at(i0 + i, head); },
+          [&](int64_t j) { return rows + (j0 + j) * w.row_stride; },
+          [&](int64_t i, int64_t j, const float* c, int count) {
+            store_part(out.at(i0 + i, head) + j0 + j, load(c), count);
+          });
+      for (int64_t i = i0; i < i1; ++i) done(i, head, j0, j1);
+    });
   });
 }
+
+constexpr int64_t kGroup = 64;      // columns of a packed W_UK side by side
+constexpr int64_t kGroupRows = 256;  // rows that meet them at once
 
 struct Indexer {
   Weight query, key, head_weight;
@@ -80,16 +91,16 @@ struct Mla {
   HeadWeights query;  // [heads, nope + rope, cols]: q_b, or q_proj where there is no query_a
   Weight kv_a;
   Vector kv_a_norm;
-  HeadWeights up_key;  // [heads, rank, nope]
+  int64_t nope;
+  HeadWeights up_key;  // packed: [heads, groups, elements of one group]
   HeadWeights up_value;  // [heads, value, rank]
   float norm_eps;
   std::optional<Indexer> indexer;
   std::optional<Weight> gate;
   Weight output;
 
-  int64_t heads() const { return up_key.heads; }
-  int64_t rank() const { return up_key.rows; }
-  int64_t nope() const { return up_key.cols; }
+  int64_t heads() const { return up_value.heads; }
+  int64_t rank() const { return up_value.cols; }
   int64_t rope() const { return kv_a.rows - rank(); }
   bool index_from_latent() const { return query_a && query_a->rows == indexer->query.cols; }
 };
@@ -119,7 +130,7 @@ struct MlaPages {
 // round( (x - mean) * rsqrt(var + eps) * weight + bias ); out may be x.
 template <class T>
 void layer_norm(const T* x, const float* weight, const float* bias, float eps, int64_t n, T* out) {
-  const auto values = [&](int64_t i) { return n - i < kLanes ? load_part(x + i, int(n - i)) : load(x + i); };
+  const auto values = [&](int64_t i) { return load_part(x + i, int(std::min<int64_t>(kLanes, n - i))); };
   Floats total = zero(), squares = zero();
   for (int64_t i = 0; i < n; i += kLanes) total += values(i);
   const float mean = sum(total) / float(n);
@@ -153,10 +164,16 @@ struct Prologue {
     multiply<T, T>(team, m, {{rows, weight.cols, weight, out, weight.rows}});
   }
 
-  HeadRows<T> by_head() const { return {q, w.query.rows, m * w.query.rows}; }
+  // Rows of q have an even size, the last may be a zero: no pair of elements ends in another row.
+  static int64_t q_stride(const Mla& w) { return (w.query.rows + 1) / 2 * 2; }
+  HeadRows<T> by_head() const { return {q, q_stride(w), m * q_stride(w)}; }
 
   void project_query(Team& team, const T* rows) const {
-    multiply_heads<T>(team, m, w.query, {rows, w.query.cols, 0}, by_head(), [](auto...) {});
+    const int64_t width = w.query.rows;
+    multiply_heads<T>(team, m, w.query, {rows, w.query.cols, 0}, by_head(),
+                      [&](int64_t i, int64_t h, int64_t, int64_t j1) {
+                        if (j1 == width && width < q_stride(w)) by_head().at(i, h)[width] = T{};
+                      });
   }
 
   void from_hidden(Team& team) const {
@@ -202,12 +219,28 @@ struct Prologue {
   }
 
   void absorb(Team& team) const {
-    const int64_t rank = w.rank(), nope = w.nope(), rope = w.rope();
-    const HeadRows<const T> from{q, w.query.rows, m * w.query.rows};
-    const HeadRows<T> to{query, w.heads() * (rank + rope), rank + rope};
-    multiply_heads<T>(team, m, w.up_key, from, to, [&](int64_t i, int64_t h, int64_t, int64_t j1) {
-      if (j1 == rank) std::memcpy(to.at(i, h) + rank, from.at(i, h) + nope, rope * sizeof(T));
+    const int64_t groups = w.up_key.rows, blocks = (m + kGroupRows - 1) / kGroupRows;
+    team.claim(w.heads() * blocks * groups, 1, [&](int64_t unit, int64_t) {
+      const int64_t begin = unit / groups % blocks * kGroupRows;
+      absorb_group(unit / (groups * blocks), unit % groups, begin, std::min(begin + kGroupRows, m));
     });
+  }
+
+  void absorb_group(int64_t head, int64_t group, int64_t begin, int64_t end) const {
+    const int64_t rank = w.rank(), nope = w.nope, rope = w.rope(), first = group * kGroup;
+    const HeadRows<T> from = by_head(), to{query, w.heads() * (rank + rope), rank + rope};
+    if (group == 0)
+      for (int64_t i = begin; i < end; ++i)
+        std::memcpy(to.at(i, head) + rank, from.at(i, head) + nope, rope * sizeof(T));
+    constexpr int64_t step = kPanelStep<T>;
+    panel_product<T>(
+        end - begin, kGroup, (nope + step - 1) / step * step, {from.at(begin, head), q_stride(w), 1},
+        w.up_key.data<T>() + head * w.up_key.head_stride + group * w.up_key.row_stride,
+        [](int64_t, int64_t) { return zero(); },
+        [&](int64_t i, int64_t j, Floats sums) {
+          const int64_t left = std::min<int64_t>(kLanes, rank - first - j);
+          if (left > 0) store_part(to.at(begin + i, head) + first + j, sums, int(left));
+        });
   }
 
   void run(Team& team) const {
@@ -238,7 +271,7 @@ void mla_prologue(const Mla& w, const MlaPages& pages, int64_t rows, Address x, 
         .query_latent = scratch(w.query_a ? w.query_a->rows : 0),
         .compressed = scratch(w.kv_a.rows),
         .key = scratch(w.indexer ? w.indexer->key.rows : 0),
-        .q = scratch(w.query.heads * w.query.rows),
+        .q = scratch(w.query.heads * Prologue<T>::q_stride(w)),
         .query = at<T>(query),
         .index_query = at<T>(index_query),
         .index_weight = at<float>(index_weight),
@@ -329,14 +362,14 @@ void bind_mla(nb::module_& m) {
   nb::class_<Mla>(m, "Mla").def(
       "__init__",
       [](Mla* self, std::optional<Tensor> query_a, std::optional<Tensor> query_norm, Tensor query, Tensor kv_a,
-         Tensor kv_a_norm, Tensor up_key, Tensor up_value, float norm_eps, std::optional<Indexer> indexer,
+         Tensor kv_a_norm, int64_t nope, Tensor up_key, Tensor up_value, float norm_eps, std::optional<Indexer> indexer,
          std::optional<Tensor> gate, Tensor output) {
         new (self) Mla{made<Weight>(query_a), made<Vector>(query_norm), HeadWeights(query),    Weight(kv_a),
-                       Vector(kv_a_norm),     HeadWeights(up_key),      HeadWeights(up_value), norm_eps,
+                       Vector(kv_a_norm),     nope,                     HeadWeights(up_key),   HeadWeights(up_value), norm_eps,
                        std::move(indexer),    made<Weight>(gate),       Weight(output)};
       },
       nb::arg("query_a").none(), nb::arg("query_norm").none(), nb::arg("query"), nb::arg("kv_a"),
-      nb::arg("kv_a_norm"), nb::arg("up_key"), nb::arg("up_value"), nb::arg("norm_eps"),
+      nb::arg("kv_a_norm"), nb::arg("nope"), nb::arg("up_key"), nb::arg("up_value"), nb::arg("norm_eps"),
       nb::arg("indexer").none(), nb::arg("gate").none(), nb::arg("output"));
   using Place = MlaPages::Place;
   nb::class_<MlaPages>(m, "MlaPages")

@@ -265,7 +265,7 @@ struct Output {
   Workspace workspace;
   const int64_t hidden = moe.hidden(), in = moe.in(), width = moe.shared ? moe.shared->gate.rows : 0;
   T* normed = workspace.take<T>(moe.latent_norm ? tokens * in : 0);
-  T* inner = workspace.take<T>(2 * tokens * width);
+  T* inner = workspace.take<T>(tokens * width);
   T* shared = moe.shared ? workspace.take<T>(tokens * hidden) : nullptr;
 
   Output(const Moe& moe, int64_t tokens, const T* r, const T* x, T* out)
@@ -278,15 +278,13 @@ struct Output {
         rms_norm(r + t * in, moe.latent_norm->template data<T>(), moe.eps, in, normed + t * in);
       });
     team.barrier();
-    if (moe.shared) moe.shared->activate(team, tokens, inner);
+    if (moe.shared) moe.shared->contract(team, tokens, inner, shared);
     const T* routed = r;
     if (moe.latent_up) {
       multiply<T, T>(team, tokens, {{moe.latent_norm ? normed : r, in, *moe.latent_up, out, hidden}});
       routed = out;
     }
     if (!moe.shared) return;
-    team.barrier();
-    moe.shared->contract(team, tokens, inner, shared);
     team.barrier();
     constexpr int64_t kGrain = 2048;
     team.claim(tokens * hidden, kGrain, [&](int64_t begin, int64_t end) {

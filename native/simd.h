@@ -21,6 +21,8 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(64)));  // 8 of them
+typedef int64_t Longs __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(64)));
 
 struct bf16 {
@@ -102,15 +104,17 @@ inline void store(bf16* p, Floats v) {
 #endif
 }
 
-// The first n < 16 lanes; the rest reads as 0 and is not written.
+// The first n <= 16 lanes; the rest reads as 0 and is not written.
 template <class T>
 inline Floats load_part(const T* p, int n) {
+  if (n == kLanes) return load(p);
   T copy[kLanes] = {};
   std::memcpy(copy, p, n * sizeof(T));
   return load(copy);
 }
 template <class T>
-inline void store_part(T* p, Floats v, int n) {
+inline __attribute__((always_inline)) void store_part(T* p, Floats v, int n) {
+  if (n == kLanes) return store(p, v);
   T copy[kLanes];
   store(copy, v);
   std::memcpy(p, copy, n * sizeof(T));
@@ -316,16 +320,15 @@ inline void transpose(Floats v[kLanes]) {
   }
 }
 
-// Lane i < 8 of the result is sum(v[i]), bit for bit.
+// Lane i < 8 of the result is sum(v[i]), bit for bit; the other lanes repeat them.
 inline Floats sum_each8(const Floats v[8]) {
   using namespace detail;
-  Floats f4[4], f2[2];
-  const Floats none = zero();
-  Floats f8[8];
-  for (int i = 0; i < 8; ++i) f8[i] = fold8(v[i], none);
-  for (int i = 0; i < 4; ++i) f4[i] = fold4(f8[i], f8[i + 4]);
-  for (int i = 0; i < 2; ++i) f2[i] = fold2(f4[i], f4[i + 2]);
-  return fold1(f2[0], f2[1]);
+  Floats f8[4], f4[2];
+  for (int i = 0; i < 4; ++i) f8[i] = fold8(v[i], v[i + 4]);
+  for (int i = 0; i < 2; ++i) f4[i] = fold4(f8[i], f8[i + 2]);
+  Floats pairs = fold2(f4[0], f4[1]);  // lanes 2i and 2i + 1 belong to v[i]
+  pairs += __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  return __builtin_shufflevector(pairs, pairs, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
 }
 
 }  // namespace longspan

@@ -85,6 +85,8 @@ def test_default_depths_are_those_the_model_was_made_for(
         (["--prefill-chunk", "-1"], "--prefill-chunk is -1"),
         (["--json", "/nowhere/out.json"], "/nowhere"),
         (["--backend", "abacus"], "abacus"),
+        (["--threads", "0"], "threads is 0"),
+        (["--cpus", "x"], "cpus is 'x'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.engine.options import AUTO_DTYPE, ELEMENT_BYTES
+from longspan.engine.options import AUTO_DTYPE, ELEMENT_BYTES, EngineOptions, add_thread_arguments
 from longspan.errors import CapacityError
 from longspan.memory.sizes import INDEX_KEY_DTYPES, bytes_per_sequence, bytes_per_token
 
@@ -63,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="operator table; torch pins the reference (default: the best there is)",
     )
+    add_thread_arguments(group)
     group = parser.add_argument_group("output, beside the table")
     group.add_argument("--json", type=Path, metavar="FILE", help="all figures, as longspan.bench.report says")
     group.add_argument("--plot", type=Path, metavar="FILE", help="tokens/s by depth (.png, .svg or .pdf)")
@@ -96,8 +97,11 @@ def _measure(args: argparse.Namespace, config: ModelConfig, depths: list[int]) -
     from longspan.bench.workload import Step, work_of
     from longspan.formats.progress import track
     from longspan.model.loader import load_model
+    from longspan.ops.backend import select_backend
     from longspan.ops.limits import machine_limits
 
+    options = EngineOptions(backend=args.backend, threads=args.threads, cpus=args.cpus)
+    select_backend(options.backend).use_threads(options.threads, options.cpus)
     model = load_model(args.model, args.dtype, args.backend)
     before = [machine_limits() for _ in range(LIMIT_MEASUREMENTS)]
     bench = Bench(model, args.batch, _longest(args, config, depths), args.index_key_dtype)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from longspan.ops.backend import TORCH, Operators
-from longspan.ops.native import dense
+from longspan.ops.backend import Operators
+from longspan.ops.native.dense import attention_residual, ffn, lm_head
+from longspan.ops.native.indexer import index_select
+from longspan.ops.native.kda import kda
+from longspan.ops.native.mla import mla_epilogue, mla_prologue
+from longspan.ops.native.moe import moe_output, routed_experts
+from longspan.ops.native.sampling import apply_penalties, sample
+from longspan.ops.native.sparse_attention import sparse_attention
 from longspan.ops.native.threads import use_threads
 
-NATIVE: Operators = replace(
-    TORCH,
+NATIVE = Operators(
     name="native",
     use_threads=use_threads,
-    attention_residual=dense.attention_residual,
-    ffn=dense.ffn,
-    lm_head=dense.lm_head,
+    attention_residual=attention_residual,
+    kda=kda,
+    mla_prologue=mla_prologue,
+    index_select=index_select,
+    sparse_attention=sparse_attention,
+    mla_epilogue=mla_epilogue,
+    ffn=ffn,
+    routed_experts=routed_experts,
+    moe_output=moe_output,
+    lm_head=lm_head,
+    apply_penalties=apply_penalties,
+    sample=sample,
 )
