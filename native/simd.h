@@ -61,8 +61,21 @@ inline To cast_bits(From x) {
 }
 
 inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+// Of a NaN and a number the second argument.
+inline Floats max(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return Floats(_mm512_maskz_max_ps(0xffff, __m512(a), __m512(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+inline Floats min(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return Floats(_mm512_maskz_min_ps(0xffff, __m512(a), __m512(b)));
+#else
+  return a < b ? a : b;
+#endif
+}
 inline Ints lane_index() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
 // x * 2^n for whole n of -150 to 128.
