@@ -35,17 +35,24 @@ inline int64_t arranged_at(int64_t k) {
   return k - within + within % kCodes<T> * (kStepInputs / kCodes<T>) + within / kCodes<T>;
 }
 
-// x [n] -> out [arranged_size(n)].
+// x [32], the inputs from k on, k a multiple of 32 -> their places in an arranged row.
+template <class T>
+inline void arrange_group(const T* x, int64_t k, T* row) {
+  constexpr int C = kCodes<T>, run = kGroupInputs / C;
+  T* out = row + arranged_at<T>(k);
+  for (int j = 0; j < C; ++j) {
+    T piece[run];
+    for (int i = 0; i < run; ++i) piece[i] = x[i * C + j];
+    std::memcpy(out + j * (kStepInputs / C), piece, sizeof piece);
+  }
+}
+
+// x [n], n a multiple of 32 -> out [arranged_size(n)].
 template <class T>
 inline void arrange(const T* x, int64_t n, T* out) {
-  constexpr int C = kCodes<T>, words = kStepInputs / C;
-  int64_t k = 0;
-  for (; k + kStepInputs <= n; k += kStepInputs)
-    for (int j = 0; j < C; ++j)
-      for (int i = 0; i < words; ++i) out[k + j * words + i] = x[k + i * C + j];
-  if (k == n) return;
-  std::fill(out + k, out + k + kStepInputs, T{});
-  for (; k < n; ++k) out[arranged_at<T>(k)] = x[k];
+  for (int64_t k = 0; k < n; k += kGroupInputs) arrange_group(x + k, k, out);
+  const T none[kGroupInputs] = {};
+  for (int64_t k = n; k < arranged_size(n); k += kGroupInputs) arrange_group(none, k, out);
 }
 
 namespace detail {
@@ -284,13 +291,14 @@ class ExpertMatrix {
   void product(int64_t rows, int64_t m, Rows&& x, int64_t j0, int64_t n, const T* panel, float* c, int64_t stride,
                const ExpertMatrix& next, int64_t j_next) const {
     if (packed_ && rows <= detail::kPackedRows) return few<T>(m, x, j0, n, c, stride, next, j_next);
-    const int64_t size = packed_ ? arranged_size(cols()) : weight_.stride;
-    const T* w = packed_ ? panel : weight_.data<T>() + j0 * size;
-    dots<true, T>(
-        m, n, packed_ ? size : weight_.cols, x, [&](int64_t j) { return w + j * size; },
-        [&](int64_t i, int64_t j, const float* values, int count) {
-          for (int n = 0; n < count; ++n) c[i * stride + j + n] = values[n];
-        });
+    const auto put = [&](int64_t i, int64_t j, const float* values, int count) {
+      for (int t = 0; t < count; ++t) c[i * stride + j + t] = values[t];
+    };
+    if (const int64_t size = arranged_size(cols()); packed_)
+      dots<false, T>(m, n, size, x, [&](int64_t j) { return panel + j * size; }, put);
+    else
+      dots<true, T>(
+          m, n, cols(), x, [&](int64_t j) { return weight_.data<T>() + (j0 + j) * weight_.stride; }, put);
   }
 
  private:

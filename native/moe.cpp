@@ -62,8 +62,9 @@ struct Moe {
   }
 };
 
-constexpr int64_t kBlockRows = 48;     // rows of x that a unit takes at a time: whole tiles
-constexpr int64_t kBlockColumns = 48;  // weight rows of a unit
+constexpr int64_t kBlockRows = 48;        // rows of x that a unit takes at a time: whole tiles
+constexpr int64_t kPanelBytes = 512 << 10;  // of a unit's unpacked weights: half of L2
+constexpr int64_t kMostColumns = 64;      // weight rows of a unit
 constexpr int64_t kPairBytes = 64 << 20;
 constexpr int64_t kPiece = 512;  // columns of a token that are added up at a time
 
@@ -141,17 +142,21 @@ struct Routed {
         if (begin < end) segments.push_back({&*moe.bank[e], begin, end});
       }
       pool().run([&](Team& team) {
-        each_unit(team, segments, moe.width, kBlockColumns / 2, [&](const Segment& s, int64_t j, int64_t n) { expand(s, j, n); });
+        each_unit(team, segments, moe.width, 2 * in_arranged,
+                  [&](const Segment& s, int64_t j, int64_t n) { expand(s, j, n); });
         team.barrier();
-        each_unit(team, segments, in, kBlockColumns, [&](const Segment& s, int64_t j, int64_t n) { contract(s, j, n); });
+        each_unit(team, segments, in, hidden_stride,
+                  [&](const Segment& s, int64_t j, int64_t n) { contract(s, j, n); });
         team.barrier();
         add_up(team);
       });
     }
   }
 
+  // work(segment, j, n) for blocks of all columns of all segments; `size` is what a column takes in a panel.
   template <class Work>
-  void each_unit(Team& team, const std::vector<Segment>& segments, int64_t columns, int64_t block, Work&& work) {
+  void each_unit(Team& team, const std::vector<Segment>& segments, int64_t columns, int64_t size, Work&& work) {
+    const int64_t block = size * kMostColumns * int64_t(sizeof(T)) <= kPanelBytes ? kMostColumns : kMostColumns / 2;
     const int64_t blocks = (columns + block - 1) / block;
     const int64_t units = int64_t(segments.size()) * blocks;
     const int64_t grain = std::clamp<int64_t>(units / (16 * team.size), 1, 4);  // neighbours: memory in order
@@ -167,15 +172,13 @@ struct Routed {
   void expand(const Segment& s, int64_t j0, int64_t n) {
     const Expert& expert = *s.expert;
     const int64_t pairs = s.end - s.begin;
-    alignas(64) float gate[kBlockRows * kBlockColumns], up[kBlockRows * kBlockColumns];
-    T columns[kBlockRows * kBlockColumns];
+    alignas(64) float gate[kBlockRows * kMostColumns], up[kBlockRows * kMostColumns];
+    T columns[kBlockRows * kMostColumns];
     Workspace scratch;
     T* gate_panel = scratch.take<T>(expert.gate.panel_size(n));
     T* up_panel = scratch.take<T>(expert.up.panel_size(n));
     expert.gate.prepare(pairs, j0, n, gate_panel);
     expert.up.prepare(pairs, j0, n, up_panel);
-    int64_t position[kBlockColumns];
-    for (int64_t t = 0; t < n; ++t) position[t] = expert.down.packed() ? arranged_at<T>(j0 + t) : j0 + t;
     for (int64_t begin = s.begin; begin < s.end; begin += kBlockRows) {
       const int64_t m = std::min(kBlockRows, s.end - begin);
       const auto product = [&](const ExpertMatrix& matrix, const T* panel, float* c, const ExpertMatrix& next,
@@ -193,9 +196,15 @@ struct Routed {
       });
       for (int64_t i = 0; i < m; ++i) {
         T* row = hidden + (begin + i - first) * hidden_stride;
-        for (int64_t t = 0; t < n; ++t) row[position[t]] = columns[i * n + t];
-        if (expert.down.packed() && j0 + n == moe.width)
-          for (int64_t k = moe.width; k < hidden_stride; ++k) row[arranged_at<T>(k)] = T{};
+        const T* made = columns + i * n;
+        if (!expert.down.packed()) {
+          std::copy(made, made + n, row + j0);
+          continue;
+        }
+        for (int64_t t = 0; t < n; t += kGroupInputs) arrange_group(made + t, j0 + t, row);
+        const T none[kGroupInputs] = {};
+        if (j0 + n == moe.width)
+          for (int64_t k = moe.width; k < hidden_stride; k += kGroupInputs) arrange_group(none, k, row);
       }
     }
   }
@@ -204,7 +213,7 @@ struct Routed {
   void contract(const Segment& s, int64_t j0, int64_t n) {
     const ExpertMatrix& down = s.expert->down;
     const int64_t pairs = s.end - s.begin;
-    alignas(64) float c[kBlockRows * kBlockColumns];
+    alignas(64) float c[kBlockRows * kMostColumns];
     Workspace scratch;
     T* panel = scratch.take<T>(down.panel_size(n));
     down.prepare(pairs, j0, n, panel);
@@ -212,10 +221,10 @@ struct Routed {
       const int64_t m = std::min(kBlockRows, s.end - begin);
       const T* rows = hidden + (begin - first) * hidden_stride;
       down.product(
-          pairs, m, [&](int64_t i) { return rows + i * hidden_stride; }, j0, n, panel, c, kBlockColumns, down, j0 + n);
+          pairs, m, [&](int64_t i) { return rows + i * hidden_stride; }, j0, n, panel, c, n, down, j0 + n);
       for (int64_t i = 0; i < m; ++i)
         each_lanes(n, [&](int64_t t, auto&& load_some, auto&& store_some) {
-          store_some(outputs + (begin + i - first) * in + j0 + t, load_some(c + i * kBlockColumns + t));
+          store_some(outputs + (begin + i - first) * in + j0 + t, load_some(c + i * n + t));
         });
     }
   }
