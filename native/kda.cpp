@@ -115,21 +115,16 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
 
   KdaInput<T> input(w, rows, head, first, begins ? nullptr : window, memory.window_row, scratch.raw);
   const HeadRows& r = scratch.rows;
-  if (batch.length(piece.seq) <= kRecurrent) {
-    input.read(count, r);
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t at = t * width;
-      kda_recur(dim, width, r.q + at, r.k + at, r.v + at, r.decay + at, r.beta[t], s, scratch.o + at);
-    }
-    kda_output(w, rows, head, first, count, scratch.o);
-  } else {
-    KdaChunk<T> chunk(width, scratch.chunk);
-    for (int64_t done = 0; done < count; done += chunk.kChunk) {
-      const int64_t n = std::min(chunk.kChunk, count - done);
-      input.read(n, r);
+  const bool by_token = getenv("KDA_REC") || std::is_same_v<T, float> || batch.length(piece.seq) <= kRecurrent;
+  KdaChunk<T> chunk(width, scratch.chunk);
+  for (int64_t done = 0; done < count; done += chunk.kChunk) {
+    const int64_t n = std::min(chunk.kChunk, count - done);
+    input.read(n, r);
+    if (by_token)
+      kda_recur(dim, width, n, r, s, scratch.o);
+    else
       chunk.run(n, r, s, scratch.o);
-      kda_output(w, rows, head, first + done, n, scratch.o);
-    }
+    kda_output(w, rows, head, first + done, n, scratch.o);
   }
   input.save(window, memory.window_row);
   if (!whole) copy_state(s.data, s.stride, home, memory.state_key, dim);

@@ -60,16 +60,20 @@ inline void recur_columns(int64_t dim, const float* q, const float* k, const flo
 
 }  // namespace detail
 
-// One token: q, k, v, decay, o [width].
-inline void kda_recur(int64_t dim, int64_t width, const float* q, const float* k, const float* v, const float* decay,
-                      float beta, HeadState s, float* o) {
+// `count` tokens after one another: rows, o [count, width]. Columns don't see each other, so a block of them
+// takes all tokens in turn: one token reads whole cache lines side by side, many keep a block in L1.
+inline void kda_recur(int64_t dim, int64_t width, int64_t count, const HeadRows& rows, HeadState s, float* o) {
   int64_t j = 0;
   const auto columns = [&]<int N>() {
     for (; j + N * kLanes <= width; j += N * kLanes)
-      detail::recur_columns<N>(dim, q, k, v + j, decay, beta, s.data + j, s.stride, o + j);
+      for (int64_t t = 0; t < count; ++t) {
+        const int64_t at = t * width;
+        detail::recur_columns<N>(dim, rows.q + at, rows.k + at, rows.v + at + j, rows.decay + at, rows.beta[t],
+                                 s.data + j, s.stride, o + at + j);
+      }
   };
-  columns.template operator()<8>();
-  columns.template operator()<4>();
+  if (count == 1) columns.template operator()<8>();
+  columns.template operator()<2>();
   columns.template operator()<1>();
 }
 
