@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from longspan.ops.batch import MlaView
-from longspan.ops.mla_prologue import IndexerWeights, MlaWeights, QueryLora
 from longspan.ops.limits import machine_limits
+from longspan.ops.mla_prologue import IndexerWeights, MlaWeights, QueryLora
 from longspan.ops.native.mla import mla_epilogue, mla_prologue
 from longspan.shapes import SHAPES
 
@@ -70,7 +70,8 @@ def sizes(w: MlaWeights) -> tuple[int, int]:
     assert isinstance(w.query, QueryLora) and w.indexer and w.gate is not None
     up_key = w.kv_b[:, : w.nope_dim].numel()
     before = (w.query.a, w.query.b, w.kv_a, w.indexer.query, w.indexer.key, w.indexer.head_weight)
-    return sum(t.numel() for t in before) + up_key, w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    after = w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    return sum(t.numel() for t in before) + up_key, after
 
 
 def main() -> None:
@@ -105,7 +106,9 @@ def main() -> None:
         limit = limits.read_bytes / 1e9
         seconds = decode(lambda w, part=part: part(w, one))
         speed = 2 * size / seconds / 1e9
-        print(f"{name}, 1 token: {seconds * 1e6:.0f} us, {speed:.1f} of {limit:.1f} GB/s = {speed / limit:.2f}")
+        print(
+            f"{name}, 1 token: {seconds * 1e6:.0f} us, {speed:.1f} of {limit:.1f} GB/s = {speed / limit:.2f}"
+        )
         limit = limits.bf16_operations / 1e9
         seconds = best_seconds(lambda part=part: part(layers[0], slice(None)))
         speed = 2 * size * args.tokens / seconds / 1e9

@@ -191,7 +191,7 @@ struct Row {
       int64_t i = begin;
       for (; i + kLanes <= end; i += kLanes) in_block = max(load(logits + i), in_block);
       if (const int rest = int(end - i))
-        in_block = max(select(lane_index() < rest, load_part(logits + i, rest), broadcast(-INFINITY)), in_block);
+        in_block = select(lane_index() < rest, max(load_part(logits + i, rest), in_block), in_block);
       store(maxima + begin / kBlock * kLanes, in_block);
       high = max(high, in_block);
     }
@@ -223,7 +223,9 @@ struct Row {
     return (maxima[top_k - 1] - peak) / temperature;
   }
   // Nor here among the top_p; the margin is for the rounding of the sums.
-  float top_p_floor(double total) const { return float(std::log((1.0 - top_p) * total / double(vocab)) - 1e-3); }
+  float top_p_floor(double total) const {
+    return float(std::log((1.0 - top_p) * total / double(vocab)) - 1e-3);
+  }
 
   // Tokens of at least `least` -> c, which is empty.
   void gather(float least, Candidates& c) const {
@@ -285,8 +287,9 @@ void apply_penalties(int64_t num_rows, int64_t vocab, Address logits, int64_t n,
   const auto* from = at<const float>(logits);
   auto* to = at<float>(out);
   pool().run([&](Team& team) {
-    team.claim(num_rows * vocab, kCopied,
-               [&](int64_t begin, int64_t end) { std::memcpy(to + begin, from + begin, (end - begin) * sizeof(float)); });
+    team.claim(num_rows * vocab, kCopied, [&](int64_t begin, int64_t end) {
+      std::memcpy(to + begin, from + begin, (end - begin) * sizeof(float));
+    });
     team.barrier();
     team.claim(n, kGrain, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {

@@ -78,6 +78,29 @@ inline Floats min(Floats a, Floats b) {
 }
 inline Ints lane_index() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
+// x * 2^n for whole n of -150 to 128.
+inline Floats times_power(Floats x, Floats n) {
+#ifdef __AVX512F__
+  return Floats(_mm512_scalef_ps(__m512(x), __m512(n)));
+#else
+  // In two steps, so that neither end of the range overflows on the way.
+  const Ints whole = __builtin_convertvector(n, Ints);
+  const Ints half = whole >> 1;
+  return x * cast_bits<Floats>(Ints((half + 127) << 23)) * cast_bits<Floats>(Ints((whole - half + 127) << 23));
+#endif
+}
+
+// 1 / x for x >= 1: infinity gives 0, NaN stays NaN.
+inline Floats reciprocal(Floats x) {
+#ifdef __AVX512F__
+  const Floats finite = min(broadcast(0x1.fffffep127f), x);
+  const Floats guess = Floats(_mm512_rcp14_ps(__m512(finite)));
+  return guess + guess * (1.0f - finite * guess);
+#else
+  return 1.0f / x;
+#endif
+}
+
 // 16 floats from memory of type T.
 inline Floats load(const float* p) {
   Floats v;

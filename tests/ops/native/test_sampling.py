@@ -9,14 +9,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.ops import sampling as reference
-from longspan.ops.native.extension import choose
+from longspan.ops.native.sampling import apply_penalties, sample
 from longspan.ops.sampling import TokenCounts
 
-if choose().module is None:
-    pytest.skip(choose().reason, allow_module_level=True)
-
-from longspan.ops.native.extension import extension
-from longspan.ops.native.sampling import apply_penalties, sample
+from .conftest import THREADS
 
 BOUNDARY = 1e-9
 
@@ -108,9 +104,7 @@ def test_a_dropped_token_is_never_chosen_at_the_edges(uniform: float, vocab: int
     logits[:, keep] = 3.0
     u = torch.tensor([uniform], dtype=torch.float64)
     for top_k, top_p in ((0, 1.0), (2, 1.0), (0, 0.9), (2, 0.9)):
-        got = sample(
-            logits, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]), torch.zeros(1), u
-        )
+        got = sample(logits, torch.ones(1), torch.tensor([top_k]), torch.tensor([top_p]), torch.zeros(1), u)
         assert got.tolist() == [keep]
 
 
@@ -125,7 +119,7 @@ def test_every_token_is_chosen_where_its_share_lies() -> None:
     torch.testing.assert_close(shares, logits[0].softmax(-1), atol=3e-4, rtol=0)
 
 
-def test_threads_and_batch_mates_change_no_choice() -> None:
+def test_threads_and_batch_mates_change_no_choice(with_threads) -> None:
     torch.manual_seed(1)
     rows, vocab = 9, 3000
     args = (
@@ -137,13 +131,9 @@ def test_threads_and_batch_mates_change_no_choice() -> None:
         torch.rand(rows, dtype=torch.float64),
     )
     alone = [int(sample(*(a[r : r + 1] for a in args))) for r in range(rows)]
-    before = extension().num_threads()
-    try:
-        for threads in (1, 2, 3, 7):
-            extension().set_threads(threads)
-            assert sample(*args).tolist() == alone
-    finally:
-        extension().set_threads(before)
+    for threads in THREADS:
+        with_threads(threads)
+        assert sample(*args).tolist() == alone
 
 
 def test_a_row_without_a_number_gives_some_token_and_disturbs_no_other() -> None:
@@ -152,7 +142,8 @@ def test_a_row_without_a_number_gives_some_token_and_disturbs_no_other() -> None
     logits[0], logits[1, 7], logits[2, 9] = -torch.inf, torch.nan, torch.inf
     half = torch.full((4,), 0.5)
     for temperature in (0.0, 1.0):
-        args = (torch.full((4,), temperature), torch.tensor([0, 3, 0, 3]), half, torch.zeros(4), half.double())
+        top_k = torch.tensor([0, 3, 0, 3])
+        args = (torch.full((4,), temperature), top_k, half, torch.zeros(4), half.double())
         got = sample(logits, *args)
         assert ((got >= 0) & (got < 40)).all()
         assert got[3:].tolist() == sample(logits[3:], *(a[3:] for a in args)).tolist()
@@ -168,5 +159,6 @@ def test_penalties_are_those_of_the_reference(rows: int, vocab: int, seed: int) 
     penalties = torch.randn(rows), torch.randn(rows), torch.rand(rows) + 0.5
     before = logits.clone()
     got = apply_penalties(logits, counts, *penalties)
-    torch.testing.assert_close(got, reference.apply_penalties(logits, counts, *penalties), rtol=1e-6, atol=1e-6)
+    want = reference.apply_penalties(logits, counts, *penalties)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits, before)

@@ -59,7 +59,7 @@ def _build_mla(weights: MlaWeights) -> Any:
     return extension().Mla(
         query_a=lora.a if lora else None,
         query_norm=lora.norm if lora else None,
-        query=(lora.b if lora else weights.query).unflatten(0, (weights.num_heads, -1)),
+        query=lora.b if lora else weights.query,
         kv_a=weights.kv_a,
         kv_a_norm=weights.kv_a_norm,
         nope=nope,
