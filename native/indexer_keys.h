@@ -107,11 +107,12 @@ class RowKeys {
     return word;
   }
 
-  // Meanwhile fetches as much as the tile's keys hold from `next` on, if any.
+  // Meanwhile fetches as much as the tile's keys hold from `next` on, if any. A function of its own: what the
+  // caller keeps would push the keys' addresses out of the registers.
   template <int G>
-  void tile(const uint32_t* row, int64_t group, const T* const* block, const char* next, Floats* total) const {
+  __attribute__((noinline)) void tile(const uint32_t* row, int64_t group, const T* const* block, const char* next, Floats* total) const {
     using Operand = typename longspan::Operand<T>::Vector;
-    const int64_t lanes = groups_ * kLanes;
+    const int64_t lanes = groups_ * kLanes, whole_words = whole_words_;
     const uint32_t* column = row + group * kLanes;
     const T* keys[kTile];
     Floats acc[kTile][G];
@@ -121,10 +122,11 @@ class RowKeys {
 #pragma GCC unroll 2
       for (int g = 0; g < G; ++g) acc[j][g] = zero();
     }
-    const auto step = [&](int64_t i, auto&& word) __attribute__((always_inline)) {
+    const auto step = [&](auto&& word) __attribute__((always_inline)) {
       Operand q[G];
 #pragma GCC unroll 2
-      for (int g = 0; g < G; ++g) std::memcpy(&q[g], column + i * lanes + g * kLanes, sizeof q[g]);
+      for (int g = 0; g < G; ++g) std::memcpy(&q[g], column + g * kLanes, sizeof q[g]);
+      column += lanes;
 #pragma GCC unroll 8
       for (int j = 0; j < kTile; ++j) {
         const auto key = cast_bits<Operand>(detail::broadcast_word(word(j)));
@@ -132,14 +134,14 @@ class RowKeys {
         for (int g = 0; g < G; ++g) acc[j][g] = dot(acc[j][g], key, q[g]);
       }
     };
-    for (int64_t i = 0; i < whole_words_; ++i) {
+    for (int64_t i = 0; i < whole_words; ++i) {
       if (next) __builtin_prefetch(next + i * kTile * sizeof(uint32_t));
-      step(i, [&](int j) { return detail::read_word(keys[j] + i * kPerWord); });
+      step([&](int j) { return detail::read_word(keys[j] + i * kPerWord); });
     }
-    if (whole_words_ < words_) step(whole_words_, [&](int j) { return last_word(keys[j]); });
+    if (whole_words < words_) step([&](int j) { return last_word(keys[j]); });
 #pragma GCC unroll 2
     for (int g = 0; g < G; ++g) {
-      const Floats weight = load(reinterpret_cast<const float*>(column + words_ * lanes + g * kLanes));
+      const Floats weight = load(reinterpret_cast<const float*>(column + g * kLanes));
       // A key that is not finite makes NaN of a lane without a head.
       const Ints used = lane_index() + int32_t((group + g) * kLanes) < int32_t(heads_);
 #pragma GCC unroll 8
