@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.ops.batch import MlaView, StepBatch
+from longspan.ops.limits import machine_limits
 from longspan.ops.native.extension import choose
 from longspan.ops.native.sparse_attention import sparse_attention
 
@@ -87,18 +88,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only the cases whose name holds this")
     args = parser.parse_args()
     torch.manual_seed(0)
-    module = choose().module
-    if module is None:
+    if choose().module is None:
         raise SystemExit(choose().reason)
     dtype = getattr(torch, args.dtype)
     cases = [case for case in CASES if args.only in case.name]
     pages = memory(max(case.context + case.rows for case in cases), dtype)
     view = MlaView(pages, None)
 
-    bandwidth = max(module.read_bandwidth() for _ in range(3))
-    peak = max(module.bf16_peak() for _ in range(3))
-    limits = f"{peak:,.0f} GFLOP/s in bfloat16, reads of {bandwidth:.1f} GB/s"
-    title = f"{args.dtype}, {module.num_threads()} threads; limits: {limits}"
+    limits = machine_limits()
+    peak, bandwidth = limits.bf16_operations / 1e9, limits.read_bytes / 1e9
+    title = f"{args.dtype}, {limits.threads} threads; {peak:,.0f} GFLOP/s (bfloat16), {bandwidth:.1f} GB/s"
     table = Table("", "heads", "ms", "GFLOP/s", "GB/s", "of peak", "nearest limit", title=title)
     for case in cases:
         batch = batch_of(case, pages)
@@ -121,7 +120,7 @@ def main() -> None:
         limit = f"compute, {of_peak:.0%}" if of_peak > of_bandwidth else f"memory, {of_bandwidth:.0%}"
         numbers = (f"{took * 1e3:.2f}", f"{flops:,.0f}", f"{rate:.1f}", f"{of_peak:.0%}")
         table.add_row(case.name, str(case.heads), *numbers, limit)
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":
