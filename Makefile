@@ -2,6 +2,7 @@
 # make test    set up, then run the tests
 # make setup   .venv with the `longspan` command; compiles the kernels; again when they or pyproject.toml change
 # make lint    ruff and pyright
+# make sanitize  the tests of the kernels under address, undefined and thread sanitizers (half an hour)
 
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 MODEL ?= models/k31-tiny
 PORT ?= 8000
 
-.PHONY: setup serve test lint clean
+.PHONY: setup serve test lint sanitize clean
 
 setup: $(VENV)/.installed
 
@@ -32,6 +33,9 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+sanitize: setup
+	for kind in address undefined thread; do tools/sanitize.sh $$kind || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

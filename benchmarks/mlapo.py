@@ -3,8 +3,8 @@
     python benchmarks/mlapo.py [--shape mini] [--tokens 2048] [--layers 24]
 
 Decode: one token through the layers of a model, one after another, so that no weight is in a cache; GB/s of
-the weight bytes over `read_bandwidth`. Prefill: one layer, `--tokens` rows; multiply-accumulates over
-`bf16_peak`. Best of a few runs, limits measured in between.
+the weight bytes over what a read reaches. Prefill: one layer, `--tokens` rows; operations over the peak.
+Best of a few runs, limits measured in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from longspan.ops.batch import MlaView
+from longspan.ops.limits import machine_limits
 from longspan.ops.mla_prologue import IndexerWeights, MlaWeights, QueryLora
-from longspan.ops.native.extension import extension
 from longspan.ops.native.mla import mla_epilogue, mla_prologue
 from longspan.shapes import SHAPES
 
@@ -70,7 +70,8 @@ def sizes(w: MlaWeights) -> tuple[int, int]:
     assert isinstance(w.query, QueryLora) and w.indexer and w.gate is not None
     up_key = w.kv_b[:, : w.nope_dim].numel()
     before = (w.query.a, w.query.b, w.kv_a, w.indexer.query, w.indexer.key, w.indexer.head_weight)
-    return sum(t.numel() for t in before) + up_key, w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    after = w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    return sum(t.numel() for t in before) + up_key, after
 
 
 def main() -> None:
@@ -92,7 +93,6 @@ def main() -> None:
     latent_out = torch.randn(args.tokens, heads, rank)
     slots = torch.arange(args.tokens)
     one = slice(0, 1)
-    native = extension()
 
     def decode(part: Callable[[MlaWeights], object]) -> float:
         return best_seconds(lambda: [part(w) for w in layers]) / len(layers)
@@ -102,11 +102,14 @@ def main() -> None:
         "epilogue": lambda w, rows: mla_epilogue(latent_out[rows], x[rows], w),
     }
     for (name, part), size in zip(parts.items(), sizes(layers[0]), strict=True):
-        limit = max(native.read_bandwidth() for _ in range(5))
+        limits = machine_limits()
+        limit = limits.read_bytes / 1e9
         seconds = decode(lambda w, part=part: part(w, one))
         speed = 2 * size / seconds / 1e9
-        print(f"{name}, 1 token: {seconds * 1e6:.0f} us, {speed:.1f} of {limit:.1f} GB/s = {speed / limit:.2f}")
-        limit = max(native.bf16_peak() for _ in range(3))
+        print(
+            f"{name}, 1 token: {seconds * 1e6:.0f} us, {speed:.1f} of {limit:.1f} GB/s = {speed / limit:.2f}"
+        )
+        limit = limits.bf16_operations / 1e9
         seconds = best_seconds(lambda part=part: part(layers[0], slice(None)))
         speed = 2 * size * args.tokens / seconds / 1e9
         print(

@@ -13,6 +13,20 @@ struct RowBlock {
   int64_t seq, begin, end;
 };
 
+// Rows of one sequence.
+struct Piece {
+  int64_t seq, first, count;
+};
+
+// Neighbouring rows of a step. What an operator makes of one segment on its way stays in cache.
+struct Segment {
+  static constexpr int64_t kRows = 512;
+  static constexpr int64_t kCut = 64;  // sequences are cut at multiples of this from their first row
+
+  int64_t first, count;
+  std::vector<Piece> pieces;  // most rows first
+};
+
 struct Batch {
   int64_t tokens = 0, seqs = 0;
   const int64_t* query_starts;   // [seqs + 1]
@@ -23,7 +37,7 @@ struct Batch {
   const int64_t* state_slots;    // [seqs]
   std::vector<int64_t> row_seq;  // [tokens] the sequence of each row
   std::vector<int64_t> visible;  // [tokens] how many tokens of its sequence the row sees, itself included
-  std::vector<int64_t> longest_first;  // the sequences with rows, most rows first
+  std::vector<Segment> segments;  // all rows
 
   Batch(int64_t tokens, int64_t seqs, Address query_starts, Address context_lens, Address block_tables,
         int64_t table_stride, Address slot_mapping, Address state_slots)
@@ -42,14 +56,11 @@ struct Batch {
         row_seq[row] = s;
         visible[row] = this->context_lens[s] + row - this->query_starts[s] + 1;
       }
-    const auto length = [&](int64_t s) { return this->query_starts[s + 1] - this->query_starts[s]; };
-    for (int64_t s = 0; s < seqs; ++s)
-      if (length(s)) longest_first.push_back(s);
-    std::stable_sort(longest_first.begin(), longest_first.end(),
-                     [&](int64_t a, int64_t b) { return length(a) > length(b); });
+    for (int64_t first = 0; first < tokens; first += segments.back().count) segments.push_back(segment_from(first));
   }
 
   const int64_t* table(int64_t seq) const { return block_tables + seq * table_stride; }
+  int64_t length(int64_t seq) const { return query_starts[seq + 1] - query_starts[seq]; }
 
   // The rows that see more than top_k tokens, in blocks of at most kScoredRows. One top_k a step: kept.
   static constexpr int64_t kScoredRows = 8;
@@ -66,6 +77,20 @@ struct Batch {
   }
 
  private:
+  Segment segment_from(int64_t first) const {
+    int64_t end = std::min(first + Segment::kRows, tokens);
+    if (end < tokens) end -= (end - query_starts[row_seq[end]]) % Segment::kCut;
+    Segment segment{first, end - first, {}};
+    for (int64_t row = first; row < end;) {
+      const int64_t stop = std::min(query_starts[row_seq[row] + 1], end);
+      segment.pieces.push_back({row_seq[row], row, stop - row});
+      row = stop;
+    }
+    std::stable_sort(segment.pieces.begin(), segment.pieces.end(),
+                     [](const Piece& a, const Piece& b) { return a.count > b.count; });
+    return segment;
+  }
+
   int64_t scored_top_k_ = -1;
   std::vector<RowBlock> scored_;
 };

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -43,13 +44,14 @@ inline __attribute__((always_inline)) void sum_all(const Floats* acc, float* c) 
 
 }  // namespace detail
 
-// c [M][N] of the rows a[0..M) and b[0..N), k elements each. Every step prefetches `lines` cache lines from
-// `ahead` on, and moves on by `stride` bytes.
+namespace detail {
+
+// acc [M][N]: the lanes of the products of the rows a[0..M) and b[0..N), k elements each. Every step prefetches
+// `lines` cache lines from `ahead` on, and moves on by `stride` bytes.
 template <int M, int N, int lines, class T>
-inline void dot_tile(const T* const* a, const T* const* b, int64_t k, float* c, const char* ahead = nullptr,
-                     int64_t stride = 0) {
+inline __attribute__((always_inline)) void accumulate(const T* const* a, const T* const* b, int64_t k, Floats* acc,
+                                                      const char* ahead, int64_t stride) {
   constexpr int step = Operand<T>::size;
-  Floats acc[M * N];
 #pragma GCC unroll 32
   for (int i = 0; i < M * N; ++i) acc[i] = zero();
   const T* rows[M];
@@ -65,68 +67,102 @@ inline void dot_tile(const T* const* a, const T* const* b, int64_t k, float* c, 
       for (int j = 0; j < lines; ++j) __builtin_prefetch(ahead + 64 * j, 0, 2);  // into L2
       ahead += stride;
     }
-    detail::tile_step<M, N, T>(
+    tile_step<M, N, T>(
         acc, [&](int i) { return load_operand(rows[i] + at); }, [&](int j) { return load_operand(columns[j] + at); });
   }
   if (const int rest = int(k - at))
-    detail::tile_step<M, N, T>(
+    tile_step<M, N, T>(
         acc, [&](int i) { return load_operand_part(rows[i] + at, rest); },
         [&](int j) { return load_operand_part(columns[j] + at, rest); });
+}
+
+// The sums of `count` vectors in the first lanes.
+template <int count>
+inline __attribute__((always_inline)) Floats sum_row(const Floats* acc) {
+  if constexpr (count == 8) return sum_each8(acc);
+  Floats sums = zero();
+#pragma GCC unroll 8
+  for (int i = 0; i < count; ++i) sums[i] = sum(acc[i]);
+  return sums;
+}
+
+}  // namespace detail
+
+// c [M][N] of the rows a[0..M) and b[0..N), k elements each; prefetches as `dots` does.
+template <int M, int N, int lines, class T>
+inline void dot_tile(const T* const* a, const T* const* b, int64_t k, float* c, const char* ahead = nullptr,
+                     int64_t stride = 0) {
+  Floats acc[M * N];
+  detail::accumulate<M, N, lines, T>(a, b, k, acc, ahead, stride);
   detail::sum_all<M * N>(acc, c);
 }
 
-// The tile of matrix times matrix, and how many weight rows one input row meets at once.
+// The tile of matrix times matrix: the sums of one row of it come out side by side in a register.
 #ifdef __AVX512F__
-constexpr int kTileRows = 4, kTileColumns = 6, kVectorColumns = 8;
+constexpr int kTileRows = 3, kTileColumns = 8;
 #else
-constexpr int kTileRows = 2, kTileColumns = 2, kVectorColumns = 4;
+constexpr int kTileRows = 2, kTileColumns = 2;
 #endif
 
 // Calls put(i, j, values, count) with c[i, j .. j + count) for all rows a(i), i < m, and columns b(j), j < n;
-// `a` and `b` give row pointers, `values` may be read up to 16 floats on. Columns are the outer loop: they are
+// `a` and `b` give row pointers; `values` may be read up to 16 floats on; `count` is a constant of the type. Columns are the outer loop: they are
 // read once and stay in cache while the rows pass. `contiguous` columns are prefetched in memory order.
 template <bool contiguous, class T, class RowsA, class RowsB, class Put>
 inline void dots(int64_t m, int64_t n, int64_t k, RowsA&& a, RowsB&& b, Put&& put) {
   constexpr int64_t kAhead = 16384;  // bytes; what one core has under way at full bandwidth
-  float c[kTileRows * kTileColumns + kLanes];
   const T* rows[kTileRows];
-  const T* columns[kVectorColumns];
+  const T* columns[kTileColumns];
   const auto tile = [&]<int M, int N, int lines>(int64_t i0, int64_t j0, const char* ahead, int64_t stride) {
     for (int i = 0; i < M; ++i) rows[i] = a(i0 + i);
-    dot_tile<M, N, lines, T>(rows, columns, k, c, ahead, stride);
-    for (int i = 0; i < M; ++i) put(i0 + i, j0, c + i * N, N);
+    Floats acc[M * N];
+    detail::accumulate<M, N, lines, T>(rows, columns, k, acc, ahead, stride);
+#pragma GCC unroll 4
+    for (int i = 0; i < M; ++i) {
+      alignas(64) float c[kLanes];
+      store(c, detail::sum_row<N>(acc + i * N));
+      put(i0 + i, j0, c, std::integral_constant<int, N>());
+    }
   };
-  // The next columns lie kAhead bytes on and are as many as these: their lines are fetched by the first tiles
-  // of rows, a few at each step.
-  const auto column_block = [&]<int N, int lines>(int64_t j0) {
+  // The next columns lie kAhead bytes on and are as many as these. Few rows: memory is the limit, and all
+  // tiles fetch their share at each step. Many rows: the first tile fetches, the others only compute.
+  const auto column_block = [&]<int N, int first, int others>(int64_t j0) {
     for (int j = 0; j < N; ++j) columns[j] = b(j0 + j);
     const char* ahead = reinterpret_cast<const char*>(columns[0]) + kAhead;
     const char* end = ahead + N * k * int64_t(sizeof(T));
-    const auto run = [&]<int M>(int64_t i) {
+    const auto run = [&]<int M, int lines>(int64_t i) {
       const int64_t stride = ahead < end ? 64 * lines : 0;
       tile.template operator()<M, N, lines>(i, j0, ahead, stride);
       ahead += stride * (k / Operand<T>::size);
     };
     int64_t i = 0;
-    for (; i + kTileRows <= m; i += kTileRows) run.template operator()<kTileRows>(i);
-    for (; i + 2 <= m; i += 2) run.template operator()<2>(i);
-    for (; i < m; ++i) run.template operator()<1>(i);
+    if (m >= kTileRows) {
+      run.template operator()<kTileRows, first>(0);
+      for (i = kTileRows; i + kTileRows <= m; i += kTileRows) run.template operator()<kTileRows, others>(i);
+    }
+    if (kTileRows > 2 && i + 2 <= m) {
+      run.template operator()<2, first>(i);
+      i += 2;
+    }
+    for (; i < m; ++i) run.template operator()<1, first>(i);
   };
   const auto columns_by = [&]<int N>(int64_t j0) {
     if constexpr (!contiguous)
-      column_block.template operator()<N, 0>(j0);
-    else if (m <= kTileRows)
-      column_block.template operator()<N, N>(j0);
-    else if (m <= 8 * kTileRows)
-      column_block.template operator()<N, (N + 1) / 2>(j0);
+      column_block.template operator()<N, 0, 0>(j0);
+    else if (m <= kTileRows || m > 8 * kTileRows)
+      column_block.template operator()<N, N, 0>(j0);
     else
-      column_block.template operator()<N, 1>(j0);
+      column_block.template operator()<N, (N + 1) / 2, (N + 1) / 2>(j0);
   };
   int64_t j = 0;
-  if (m == 1)
-    for (; j + kVectorColumns <= n; j += kVectorColumns) columns_by.template operator()<kVectorColumns>(j);
   for (; j + kTileColumns <= n; j += kTileColumns) columns_by.template operator()<kTileColumns>(j);
-  for (; j + 2 <= n; j += 2) columns_by.template operator()<2>(j);
+  if (kTileColumns > 4 && j + 4 <= n) {
+    columns_by.template operator()<4>(j);
+    j += 4;
+  }
+  if (kTileColumns > 2 && j + 2 <= n) {
+    columns_by.template operator()<2>(j);
+    j += 2;
+  }
   for (; j < n; ++j) columns_by.template operator()<1>(j);
 }
 

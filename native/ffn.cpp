@@ -7,8 +7,12 @@ namespace {
 void ffn(const Ffn& weights, int64_t rows, Address x, Address out) {
   with_dtype(weights.gate.dtype, [&]<class T>(T) {
     Workspace workspace;
-    auto* hidden = workspace.take<T>(2 * rows * weights.gate.rows);
-    pool().run([&](Team& team) { weights.run<T>(team, rows, at<const T>(x), hidden, at<T>(out)); });
+    auto* hidden = workspace.take<T>(rows * weights.gate.rows);
+    pool().run([&](Team& team) {
+      weights.expand(team, rows, at<const T>(x), hidden);
+      team.barrier();
+      weights.contract(team, rows, hidden, at<T>(out));
+    });
   });
 }
 

@@ -8,8 +8,9 @@
 // made as its scores pass (top_k.h). Few blocks are cut into pieces of their keys, so that one row uses all
 // cores; the order of choice is total, so where the cuts are changes nothing.
 //
-// Workspace: a thread holds kScoredRows rows of 2 top_k candidates; pieces add top_k candidates each, at most
-// kUnits * kScoredRows times in all. Nothing grows with the context.
+// Workspace: a thread has the queries of kScoredRows rows and 2 top_k candidates of 8 bytes for each; pieces
+// add top_k candidates for each row, at most kUnitsPerThread * kScoredRows * threads times. Nothing grows with
+// the context.
 #include "batch.h"
 #include "indexer_keys.h"
 #include "pool.h"
@@ -61,29 +62,35 @@ struct Selection {
     return TopK(top_k, scores, workspace.take<int32_t>(room));
   }
 
-  // Scores keys begin .. end for the rows of a block; calls done(row, its choice).
+  // Queries of rows begin .. end as the scores want them.
+  void prepare(int64_t begin, int64_t end, uint32_t* prepared) const {
+    for (int64_t row = begin; row < end; ++row, prepared += keys.row_words())
+      keys.prepare(query + row * heads * dim, weight + row * heads, prepared);
+  }
+
+  // Scores keys begin .. end for the rows of a block, prepared one after another; calls done(row, its choice).
   template <class Done>
-  void scan(const RowBlock& rows, int64_t begin, int64_t end, Done&& done) const {
+  void scan(const RowBlock& rows, const uint32_t* prepared, int64_t begin, int64_t end, Done&& done) const {
     Workspace workspace;
     const int64_t count = rows.end - rows.begin;
     auto* best = workspace.take<TopK>(count);
-    auto* prepared = workspace.take<uint32_t>(count * keys.row_words());
-    auto* scratch = workspace.take<uint8_t>(keys.scratch_bytes());
-    for (int64_t r = 0; r < count; ++r) {
-      new (best + r) TopK(choice(workspace));
-      const int64_t row = rows.begin + r;
-      keys.prepare(query + row * heads * dim, weight + row * heads, prepared + r * keys.row_words());
-    }
+    for (int64_t r = 0; r < count; ++r) new (best + r) TopK(choice(workspace));
     const int64_t* table = batch.table(rows.seq);
-    typename Keys::Block block;
-    for (int64_t at = begin; at < end; at += kKeyBlock) {
-      const int n = int(std::min<int64_t>(kKeyBlock, end - at));
-      keys.find(table, at, n, scratch, block);
+    typename Keys::Block found[2];
+    for (auto& block : found) block.scratch = workspace.take<uint8_t>(keys.scratch_bytes());
+    const auto find = [&](int64_t at, auto& block) {
+      keys.find(table, at, int(std::min<int64_t>(kKeyBlock, end - at)), block);
+    };
+    auto *block = &found[0], *next = &found[1];
+    find(begin, *block);
+    for (int64_t at = begin; at < end; at += kKeyBlock, std::swap(block, next)) {
+      const bool more = at + kKeyBlock < end;
+      if (more) find(at + kKeyBlock, *next);
       for (int64_t r = 0; r < count; ++r) {
-        const int seen = int(std::min<int64_t>(n, batch.visible[rows.begin + r] - at));
+        const int seen = int(std::min<int64_t>({kKeyBlock, end - at, batch.visible[rows.begin + r] - at}));
         if (seen <= 0) continue;
         float scores[kKeyBlock];
-        keys.score(prepared + r * keys.row_words(), block, seen, scores);
+        keys.score(prepared + r * keys.row_words(), *block, seen, scores, more && r == 0 ? next : nullptr);
         best[r].offer(scores, int32_t(at), seen);
       }
     }
@@ -117,7 +124,11 @@ struct Selection {
 
   void run_whole(Team& team, const std::vector<RowBlock>& blocks) const {
     team.claim(int64_t(blocks.size()), 1, [&](int64_t i, int64_t) {
-      scan(blocks[i], 0, batch.visible[blocks[i].end - 1], [&](int64_t row, TopK& best) { write(row, best); });
+      const RowBlock& rows = blocks[i];
+      Workspace workspace;
+      auto* prepared = workspace.take<uint32_t>((rows.end - rows.begin) * keys.row_words());
+      prepare(rows.begin, rows.end, prepared);
+      scan(rows, prepared, 0, batch.visible[rows.end - 1], [&](int64_t row, TopK& best) { write(row, best); });
     });
   }
 
@@ -126,6 +137,7 @@ struct Selection {
     auto* found = workspace.take<Candidates>(rows * pieces);
     auto* scores = workspace.take<float>(rows * pieces * top_k + kLanes);
     auto* positions = workspace.take<int32_t>(rows * pieces * top_k + kLanes);
+    auto* prepared = workspace.take<uint32_t>(rows * keys.row_words());
     auto* row_of = workspace.take<int64_t>(rows);
     std::vector<int64_t> first_of;
     for (int64_t ordinal = 0; const RowBlock& block : blocks) {
@@ -133,11 +145,17 @@ struct Selection {
       for (int64_t row = block.begin; row < block.end; ++row) row_of[ordinal++] = row;
     }
     pool().run([&](Team& team) {
+      team.claim(int64_t(blocks.size()), 1, [&](int64_t b, int64_t) {
+        prepare(blocks[b].begin, blocks[b].end, prepared + first_of[b] * keys.row_words());
+      });
+      team.barrier();
       team.claim(int64_t(blocks.size()) * pieces, 1, [&](int64_t unit, int64_t) {
         const int64_t b = unit / pieces, piece = unit % pieces;
         const int64_t end = batch.visible[blocks[b].end - 1];
         const int64_t length = ((end + pieces - 1) / pieces + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-        scan(blocks[b], piece * length, std::min((piece + 1) * length, end), [&](int64_t row, TopK& best) {
+        const int64_t begin = piece * length;
+        const uint32_t* queries = prepared + first_of[b] * keys.row_words();
+        scan(blocks[b], queries, begin, std::min(begin + length, end), [&](int64_t row, TopK& best) {
           best.finish();
           const int64_t at = (first_of[b] + row - blocks[b].begin) * pieces + piece;
           found[at] = {scores + at * top_k, positions + at * top_k, best.size(), best.broken()};
@@ -160,25 +178,28 @@ struct Selection {
   }
 };
 
-void index_select(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query, Address weight,
-                  Address pages, int64_t page_stride, int64_t row_stride, int64_t page_size, Address out) {
+void index_select(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query,
+                  Address weight, Address pages, int64_t page_stride, int64_t row_stride, int64_t page_size,
+                  Address out) {
   with_dtype(dtype, [&]<class T>(T) {
     const RowKeys<T> keys({at<const T>(pages), page_stride, row_stride, page_size}, heads, dim);
-    Selection<RowKeys<T>>{keys, at<const T>(query), at<const float>(weight), heads, dim, top_k, batch, at<int64_t>(out)}
-        .run();
+    const T* q = at<const T>(query);
+    const float* w = at<const float>(weight);
+    Selection<RowKeys<T>>{keys, q, w, heads, dim, top_k, batch, at<int64_t>(out)}.run();
   });
 }
 
 void index_select_codes(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query,
-                        Address weight, Address codes, int64_t page_stride, int64_t quad_stride, int64_t key_stride,
-                        Address scale, int64_t scale_page_stride, int64_t scale_stride, int64_t page_size,
-                        Address out) {
+                        Address weight, Address codes, int64_t page_stride, int64_t quad_stride,
+                        int64_t key_stride, Address scale, int64_t scale_page_stride, int64_t scale_stride,
+                        int64_t page_size, Address out) {
   with_dtype(dtype, [&]<class T>(T) {
-    const CodeKeys<T> keys({at<const uint8_t>(codes), page_stride, quad_stride, key_stride, at<const float>(scale),
-                            scale_page_stride, scale_stride, page_size},
+    const CodeKeys<T> keys({at<const uint8_t>(codes), page_stride, quad_stride, key_stride,
+                            at<const float>(scale), scale_page_stride, scale_stride, page_size},
                            heads, dim);
-    Selection<CodeKeys<T>>{keys, at<const T>(query), at<const float>(weight), heads, dim, top_k, batch, at<int64_t>(out)}
-        .run();
+    const T* q = at<const T>(query);
+    const float* w = at<const float>(weight);
+    Selection<CodeKeys<T>>{keys, q, w, heads, dim, top_k, batch, at<int64_t>(out)}.run();
   });
 }
 

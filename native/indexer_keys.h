@@ -9,10 +9,10 @@
 // over the words in order, then lanes times weights over groups of heads, then over the lanes as one tree.
 //
 // Codes (int8, see QuantizedKeys): keys on the lanes, four dims a step, a quad of the query broadcast. Codes
-// are value + 128, so an accumulator starts at -128 * sum(q_h): the sum is whole and exact. Then heads in order.
+// are value + 128, so an accumulator starts at -128 * sum(q_h): the sum is whole and exact. Heads in order.
 //
-// Either way a score depends on its row and its key alone. Keys beyond `count` have scores too, without meaning:
-// they are those of another key or of unwritten codes.
+// A score depends on its row and its key alone. Keys beyond `count` have scores too, without meaning: they are
+// those of another key or of unwritten codes. While a block is scored the next one is fetched.
 #pragma once
 
 #include "pages.h"
@@ -39,6 +39,7 @@ class RowKeys {
  public:
   using Element = T;
   struct Block {
+    uint8_t* scratch;
     const T* keys[kKeyBlock];
   };
 
@@ -67,7 +68,7 @@ class RowKeys {
     }
   }
 
-  void find(const int64_t* table, int64_t begin, int count, uint8_t*, Block& block) const {
+  void find(const int64_t* table, int64_t begin, int count, Block& block) const {
     int64_t page = begin / pages_.page_size, offset = begin % pages_.page_size;
     const T* key = pages_.row(table[page], offset);
     for (int i = 0; i < kKeyBlock; ++i) {
@@ -80,15 +81,17 @@ class RowKeys {
     }
   }
 
-  void score(const uint32_t* row, const Block& block, int count, float* scores) const {
+  void score(const uint32_t* row, const Block& block, int count, float* scores, const Block* ahead) const {
     for (int i = 0; i < count; i += kLanes) {
       Floats totals[kLanes];
       for (int j = 0; j < kLanes; j += kTile) {
         Floats* total = totals + j;
         for (int t = 0; t < kTile; ++t) total[t] = zero();
+        const char* next = ahead ? reinterpret_cast<const char*>(ahead->keys[i + j]) : nullptr;
+        const T* const* tile_keys = block.keys + i + j;
         int64_t group = 0;
-        for (; group + 2 <= groups_; group += 2) tile<2>(row, group, block.keys + i + j, total);
-        if (group < groups_) tile<1>(row, group, block.keys + i + j, total);
+        for (; group + 2 <= groups_; group += 2, next = nullptr) tile<2>(row, group, tile_keys, next, total);
+        if (group < groups_) tile<1>(row, group, tile_keys, next, total);
       }
       store(scores + i, sum_each(totals));
     }
@@ -104,8 +107,9 @@ class RowKeys {
     return word;
   }
 
+  // Meanwhile fetches as much as the tile's keys hold from `next` on, if any.
   template <int G>
-  void tile(const uint32_t* row, int64_t group, const T* const* block, Floats* total) const {
+  void tile(const uint32_t* row, int64_t group, const T* const* block, const char* next, Floats* total) const {
     using Operand = typename longspan::Operand<T>::Vector;
     const int64_t lanes = groups_ * kLanes;
     const uint32_t* column = row + group * kLanes;
@@ -128,8 +132,10 @@ class RowKeys {
         for (int g = 0; g < G; ++g) acc[j][g] = dot(acc[j][g], key, q[g]);
       }
     };
-    for (int64_t i = 0; i < whole_words_; ++i)
+    for (int64_t i = 0; i < whole_words_; ++i) {
+      if (next) __builtin_prefetch(next + i * kTile * sizeof(uint32_t));
       step(i, [&](int j) { return detail::read_word(keys[j] + i * kPerWord); });
+    }
     if (whole_words_ < words_) step(whole_words_, [&](int j) { return last_word(keys[j]); });
 #pragma GCC unroll 2
     for (int g = 0; g < G; ++g) {
@@ -148,14 +154,17 @@ class RowKeys {
 // Int8 keys in pages as they lie; a query row of T is quantised here, a scale for each head.
 template <class T>
 class CodeKeys {
+  static constexpr int kGroups = kKeyBlock / kLanes;
+
  public:
   using Element = T;
-  struct Block {
-    const uint8_t* groups[kKeyBlock / kLanes];
-    float scale[kKeyBlock];
+  struct Block {  // groups of 16 keys
+    uint8_t* scratch;
+    const uint8_t* codes[kGroups];
+    const float* scale[kGroups];
   };
 
-  // codes [pages, quads, page_size, 4], scale [pages, page_size]: strides in elements, quads of a key contiguous.
+  // codes [pages, quads, page_size, 4] and scale [pages, page_size]; strides in elements.
   struct Layout {
     const uint8_t* codes;
     int64_t page_stride, quad_stride, key_stride;
@@ -170,11 +179,11 @@ class CodeKeys {
         dim_(dim),
         quads_((dim + 3) / 4),
         padded_heads_((heads + kTileHeads - 1) / kTileHeads * kTileHeads),
-        in_place_(pages.key_stride == 4 && pages.page_size % kLanes == 0) {}
+        in_place_(pages.key_stride == 4 && pages.scale_stride == 1 && pages.page_size % kLanes == 0) {}
 
-  int64_t scratch_bytes() const { return in_place_ ? 0 : quads_ * 4 * kKeyBlock; }
+  int64_t scratch_bytes() const { return in_place_ ? 0 : (quads_ + 1) * 4 * kKeyBlock; }
 
-  // Of a prepared row, in words: quads [heads][quads], then the starts, then the weights.
+  // Of a prepared row, in words: quads [heads / 4][quads][4 heads], then the starts, then the weights.
   int64_t row_words() const { return padded_heads_ * (quads_ + 2); }
 
   void prepare(const T* query, const float* weight, uint32_t* row) const {
@@ -185,53 +194,59 @@ class CodeKeys {
       const T* q = query + h * dim_;
       const float scale = largest(q) / 127.0f;
       int32_t total = 0;
-      auto* bytes = reinterpret_cast<int8_t*>(row + h * quads_);
+      auto* bytes = reinterpret_cast<int8_t*>(row + h / kTileHeads * quads_ * kTileHeads + h % kTileHeads);
       for (int64_t i = 0; i < dim_; i += kLanes) {
         const int n = int(std::min<int64_t>(kLanes, dim_ - i));
         const Ints whole = quantised(read(q + i, n), scale);
-        for (int j = 0; j < n; ++j) total += bytes[i + j] = int8_t(whole[j]);
+        for (int64_t j = 0; j < n; ++j) {
+          bytes[(i + j) / 4 * 4 * kTileHeads + (i + j) % 4] = int8_t(whole[j]);
+          total += whole[j];
+        }
       }
       starts[h] = -128 * total;
       weights[h] = weight[h] * scale;
     }
   }
 
-  void find(const int64_t* table, int64_t begin, int count, uint8_t* scratch, Block& block) const {
-    for (int i = 0; i < kKeyBlock; i += kLanes) {
-      uint8_t*& copy = scratch;
-      if (i >= count) {
-        block.groups[i / kLanes] = block.groups[0];
+  // Where groups lie in one piece, there; else copies of their keys, codes and then scales.
+  void find(const int64_t* table, int64_t begin, int count, Block& block) const {
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t first = begin + g * kLanes, left = begin + count - first;
+      if (left <= 0) {
+        block.codes[g] = block.codes[0];
+        block.scale[g] = block.scale[0];
       } else if (in_place_) {
-        const int64_t position = begin + i, offset = position % pages_.page_size;
-        block.groups[i / kLanes] = code(table[position / pages_.page_size], offset);
+        const int64_t page = table[first / pages_.page_size], offset = first % pages_.page_size;
+        block.codes[g] = code(page, offset);
+        block.scale[g] = scale(page, offset);
       } else {
-        for (int j = 0; j < kLanes; ++j) {
-          const int64_t position = begin + std::min(i + j, count - 1);
-          const uint8_t* key = code(table[position / pages_.page_size], position % pages_.page_size);
-          for (int64_t q = 0; q < quads_; ++q) std::memcpy(copy + (q * kLanes + j) * 4, key + q * pages_.quad_stride, 4);
+        uint8_t* codes = block.scratch + g * (quads_ + 1) * 4 * kLanes;
+        float* scales = reinterpret_cast<float*>(codes + quads_ * 4 * kLanes);
+        for (int64_t i = 0; i < kLanes; ++i) {
+          const int64_t position = first + std::min(i, left - 1);
+          const int64_t page = table[position / pages_.page_size], offset = position % pages_.page_size;
+          const uint8_t* key = code(page, offset);
+          for (int64_t q = 0; q < quads_; ++q)
+            std::memcpy(codes + (q * kLanes + i) * 4, key + q * pages_.quad_stride, 4);
+          scales[i] = *scale(page, offset);
         }
-        block.groups[i / kLanes] = copy;
-        copy += quads_ * 4 * kLanes;
+        block.codes[g] = codes;
+        block.scale[g] = scales;
       }
-    }
-    int64_t page = begin / pages_.page_size, offset = begin % pages_.page_size;
-    for (int i = 0; i < kKeyBlock; ++i) {
-      block.scale[i] = 0;
-      if (i >= count) continue;
-      block.scale[i] = pages_.scale[table[page] * pages_.scale_page_stride + offset * pages_.scale_stride];
-      if (++offset == pages_.page_size) offset = 0, ++page;
     }
   }
 
-  void score(const uint32_t* row, const Block& block, int count, float* scores) const {
+  void score(const uint32_t* row, const Block& block, int count, float* scores, const Block* ahead) const {
     const auto* starts = reinterpret_cast<const int32_t*>(row + padded_heads_ * quads_);
     const auto* weights = reinterpret_cast<const float*>(starts + padded_heads_);
-    for (int i = 0; i < count; i += kTileGroups * kLanes) {
+    for (int g = 0; g * kLanes < count; g += kTileGroups) {
       Floats total[kTileGroups] = {};
-      for (int64_t h = 0; h < padded_heads_; h += kTileHeads)
-        tile(row + h * quads_, starts + h, weights + h, block.groups + i / kLanes, total);
-      for (int g = 0; g < kTileGroups; ++g)
-        store(scores + i + g * kLanes, total[g] * load(block.scale + i + g * kLanes));
+      for (int64_t h = 0; h < padded_heads_; h += kTileHeads) {
+        if (ahead && in_place_) fetch(*ahead, g, h);
+        tile(row + h * quads_, starts + h, weights + h, block.codes + g, total);
+      }
+      for (int i = 0; i < kTileGroups; ++i)
+        store(scores + (g + i) * kLanes, total[i] * load(block.scale[g + i]));
     }
   }
 
@@ -240,6 +255,18 @@ class CodeKeys {
 
   const uint8_t* code(int64_t page, int64_t offset) const {
     return pages_.codes + page * pages_.page_stride + offset * pages_.key_stride;
+  }
+  const float* scale(int64_t page, int64_t offset) const {
+    return pages_.scale + page * pages_.scale_page_stride + offset * pages_.scale_stride;
+  }
+
+  // Each tile of a block fetches its share of the next one. Inlined, or GCC sees no effect and drops the call.
+  inline __attribute__((always_inline)) void fetch(const Block& block, int group, int64_t head) const {
+    const int64_t begin = head * quads_ / padded_heads_, end = (head + kTileHeads) * quads_ / padded_heads_;
+    for (int g = group; g < group + kTileGroups; ++g) {
+      if (head == 0) __builtin_prefetch(block.scale[g]);
+      for (int64_t q = begin; q < end; ++q) __builtin_prefetch(block.codes[g] + q * pages_.quad_stride);
+    }
   }
 
   static Floats read(const T* p, int n) { return n == kLanes ? load(p) : load_part(p, n); }
@@ -275,13 +302,16 @@ class CodeKeys {
 #pragma GCC unroll 4
       for (int h = 0; h < kTileHeads; ++h) acc[h][g] = starts[h] - Ints{};
     }
-    for (int64_t q = 0; q < quads_; ++q) {
+    for (const uint32_t* end = row + quads_ * kTileHeads; row != end; row += kTileHeads) {
       Words keys[kTileGroups];
 #pragma GCC unroll 2
-      for (int g = 0; g < kTileGroups; ++g) std::memcpy(&keys[g], codes[g] + q * stride, sizeof keys[g]);
+      for (int g = 0; g < kTileGroups; ++g) {
+        std::memcpy(&keys[g], codes[g], sizeof keys[g]);
+        codes[g] += stride;
+      }
 #pragma GCC unroll 4
       for (int h = 0; h < kTileHeads; ++h) {
-        const Words quad = detail::broadcast_word(row[h * quads_ + q]);
+        const Words quad = detail::broadcast_word(row[h]);
 #pragma GCC unroll 2
         for (int g = 0; g < kTileGroups; ++g) acc[h][g] = dot_bytes(acc[h][g], keys[g], quad);
       }

@@ -2,9 +2,9 @@
 //
 //     q, k, v, b, forget, gate = projections of x;  y = gated norm of the recurrence over them;  out = output y
 //
-// Four stages: products with x; the second halves of the low ranks; the recurrence, shared out by sequence and
-// head, longest sequences first; the product with y. A sequence of at most kRecurrent rows goes token by token,
-// a longer one in chunks; one without context starts from zeros, one without rows is left alone.
+// Segment by segment of the rows, four stages: products with x; the second halves of the low ranks; the recurrence,
+// shared out by sequence and head; the product with y. A sequence of at most kRecurrent rows goes token by token, a
+// longer one in chunks; one without context starts from zeros, one without rows is left alone.
 #include "kda_recurrence.h"
 #include "workspace.h"
 
@@ -96,11 +96,11 @@ void copy_state(const float* from, int64_t from_stride, float* to, int64_t to_st
 }
 
 template <class T>
-void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, const Batch& batch, int64_t seq,
-              int64_t head, HeadScratch<T> scratch) {
-  const int64_t dim = w.dim, width = w.width, slot = batch.state_slots[seq];
-  const int64_t first = batch.query_starts[seq], count = batch.query_starts[seq + 1] - first;
-  const bool begins = batch.context_lens[seq] == 0;
+void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, const Batch& batch, Piece piece,
+              int64_t origin, int64_t head, HeadScratch<T> scratch) {
+  const int64_t dim = w.dim, width = w.width, slot = batch.state_slots[piece.seq];
+  const int64_t first = piece.first - origin, count = piece.count;
+  const bool begins = batch.context_lens[piece.seq] == 0 && piece.first == batch.query_starts[piece.seq];
   T* window = at<T>(memory.window) + slot * memory.window_slot + head * dim;
   float* home = at<float>(memory.state) + slot * memory.state_slot + head * memory.state_head;
 
@@ -115,7 +115,7 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
 
   KdaInput<T> input(w, rows, head, first, begins ? nullptr : window, memory.window_row, scratch.raw);
   const HeadRows& r = scratch.rows;
-  if (count <= kRecurrent) {
+  if (batch.length(piece.seq) <= kRecurrent) {
     input.read(count, r);
     for (int64_t t = 0; t < count; ++t) {
       const int64_t at = t * width;
@@ -137,38 +137,44 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
 
 template <class T>
 void run(const Kda& w, const KdaMemory& memory, const Batch& batch, const T* x, T* out) {
-  const int64_t tokens = batch.tokens, hidden = w.q.cols, inner = w.heads * w.dim;
+  const int64_t hidden = w.q.cols, inner = w.heads * w.dim;
   const int64_t forget_rank = w.forget_a.rows, gate_rank = w.gate_b ? w.gate.rows : 0;
+  const int64_t most = std::min(batch.tokens, Segment::kRows);
   Workspace workspace;
   const KdaRows<T> rows{inner,
-                        workspace.take<T>(tokens * 3 * inner),
-                        workspace.take<T>(tokens * inner),
-                        workspace.take<T>(tokens * w.heads),
-                        workspace.take<T>(tokens * inner),
-                        workspace.take<T>(tokens * inner)};
-  T* low_forget = workspace.take<T>(tokens * forget_rank);
-  T* low_gate = workspace.take<T>(tokens * gate_rank);
+                        workspace.take<T>(most * 3 * inner),
+                        workspace.take<T>(most * inner),
+                        workspace.take<T>(most * w.heads),
+                        workspace.take<T>(most * inner),
+                        workspace.take<T>(most * inner)};
+  T* low_forget = workspace.take<T>(most * forget_rank);
+  T* low_gate = workspace.take<T>(most * gate_rank);
   const int64_t scratch_size = HeadScratch<T>::size(w);
   float* scratch = workspace.take<float>(pool().size() * scratch_size);
 
   pool().run([&](Team& team) {
-    multiply<T, T>(team, tokens,
-                   {{x, hidden, w.q, rows.qkv, 3 * inner},
-                    {x, hidden, w.k, rows.qkv + inner, 3 * inner},
-                    {x, hidden, w.v, rows.qkv + 2 * inner, 3 * inner},
-                    {x, hidden, w.gate, w.gate_b ? low_gate : rows.gate, w.gate.rows},
-                    {x, hidden, w.forget_a, low_forget, forget_rank},
-                    {x, hidden, w.beta, rows.beta, w.heads}});
-    team.barrier();
-    multiply<T, T>(team, tokens, {{low_forget, forget_rank, w.forget_b, rows.forget, inner}});
-    if (w.gate_b) multiply<T, T>(team, tokens, {{low_gate, gate_rank, *w.gate_b, rows.gate, inner}});
-    team.barrier();
     const HeadScratch<T> mine(w, scratch + team.rank * scratch_size);
-    team.claim(int64_t(batch.longest_first.size()) * w.heads, 1, [&](int64_t unit, int64_t) {
-      run_head(w, rows, memory, batch, batch.longest_first[unit / w.heads], unit % w.heads, mine);
-    });
-    team.barrier();
-    multiply<T, T>(team, tokens, {{rows.y, inner, w.output, out, w.output.rows}});
+    for (const Segment& segment : batch.segments) {
+      const int64_t m = segment.count;
+      const T* in = x + segment.first * hidden;
+      // Writes nothing that the last stage of the segment before still reads.
+      multiply<T, T>(team, m,
+                     {{in, hidden, w.q, rows.qkv, 3 * inner},
+                      {in, hidden, w.k, rows.qkv + inner, 3 * inner},
+                      {in, hidden, w.v, rows.qkv + 2 * inner, 3 * inner},
+                      {in, hidden, w.gate, w.gate_b ? low_gate : rows.gate, w.gate.rows},
+                      {in, hidden, w.forget_a, low_forget, forget_rank},
+                      {in, hidden, w.beta, rows.beta, w.heads}});
+      team.barrier();
+      multiply<T, T>(team, m, {{low_forget, forget_rank, w.forget_b, rows.forget, inner}});
+      if (w.gate_b) multiply<T, T>(team, m, {{low_gate, gate_rank, *w.gate_b, rows.gate, inner}});
+      team.barrier();
+      team.claim(int64_t(segment.pieces.size()) * w.heads, 1, [&](int64_t unit, int64_t) {
+        run_head(w, rows, memory, batch, segment.pieces[unit / w.heads], segment.first, unit % w.heads, mine);
+      });
+      team.barrier();
+      multiply<T, T>(team, m, {{rows.y, inner, w.output, out + segment.first * w.output.rows, w.output.rows}});
+    }
   });
 }
 

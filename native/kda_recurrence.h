@@ -179,28 +179,57 @@ class KdaChunk {
       }
   }
 
+  // N vectors of key s of the tile, from j on, run to its end: what the rows r of k and q on their way see of it, and
+  // what is left of it.
+  template <int N>
+  void fade(int64_t tile, int64_t s, int64_t j, HeadRows rows, Floats* a, Floats* p) {
+    const int64_t width = width_;
+    const float* k = rows.k + tile * width + j;
+    const float* q = rows.q + tile * width + j;
+    const float* decay = rows.decay + tile * width + j;
+    Floats key[N], with_q = j ? p[s] : zero();
+#pragma GCC unroll 8
+    for (int x = 0; x < N; ++x) {
+      key[x] = load(k + s * width + x * kLanes);
+      with_q += key[x] * load(q + s * width + x * kLanes);
+    }
+    p[s] = with_q;
+    for (int64_t r = s + 1; r < kTile; ++r) {
+      Floats with_k = j ? a[r] : zero();
+      with_q = j ? p[r] : zero();
+#pragma GCC unroll 8
+      for (int x = 0; x < N; ++x) {
+        const int64_t at = r * width + x * kLanes;
+        key[x] *= load(decay + at);
+        with_k += key[x] * load(k + at);
+        with_q += key[x] * load(q + at);
+      }
+      a[r] = with_k;
+      p[r] = with_q;
+    }
+#pragma GCC unroll 8
+    for (int x = 0; x < N; ++x) store(fading_ + s * width + j + x * kLanes, key[x]);
+  }
+
   // Columns tile .. tile + kTile of -A and P.
   void scores(int64_t tile, int64_t n, HeadRows rows) {
     const int64_t width = width_, end = tile + kTile, below = n - end;
-    for (int64_t s = tile; s < end; ++s) {
-      float* key = fading_ + (s - tile) * width;
-      std::copy(rows.k + s * width, rows.k + (s + 1) * width, key);
-      Floats a[kTile] = {}, p[kTile] = {};
-      for (int64_t r = s; r < end; ++r)
-        for (int64_t j = 0; j < width; j += kLanes) {
-          Floats faded = load(key + j);
-          if (r > s) {
-            faded *= load(rows.decay + r * width + j);
-            store(key + j, faded);
-            a[r - tile] += faded * load(rows.k + r * width + j);
-          }
-          p[r - tile] += faded * load(rows.q + r * width + j);
-        }
-      const Floats a_sums = sum_each(a), p_sums = sum_each(p);
-      for (int64_t r = tile; r < end; ++r) {
-        a_[r * kChunk + s] = -rows.beta[r] * a_sums[r - tile];
-        p_[r * kChunk + s] = from_float<T>(p_sums[r - tile]);
-      }
+    Floats a[kTile], p[kTile];              // of the key at hand, by row
+    Floats a_sums[kTile], p_sums[kTile];  // by key
+    for (int64_t s = 0; s < kTile; ++s) {
+      a[s] = zero();
+      if (s) p[s - 1] = zero();
+      int64_t j = 0;
+      for (; j + 8 * kLanes <= width; j += 8 * kLanes) fade<8>(tile, s, j, rows, a, p);
+      for (; j < width; j += kLanes) fade<1>(tile, s, j, rows, a, p);
+      a_sums[s] = sum_each(a);
+      p_sums[s] = sum_each(p);
+    }
+    transpose(a_sums);
+    transpose(p_sums);
+    for (int64_t r = 0; r < kTile; ++r) {
+      store(a_ + (tile + r) * kChunk + tile, -rows.beta[tile + r] * a_sums[r]);
+      store(p_ + (tile + r) * kChunk + tile, p_sums[r]);
     }
     if (!below) return;
     for (int64_t j = 0; j < width; j += kLanes) {

@@ -86,9 +86,10 @@ class KdaInput {
     const int64_t width = w_.width, dim = w_.dim, inner = rows_.inner, history = w_.history;
     float* fresh = raw_ + history * 3 * width;
     for (int64_t r = 0; r < n; ++r) widen(rows_.qkv + (row_ + r) * 3 * inner + head_ * dim, fresh + r * 3 * width);
-    convolve(n, 0, out.q);
-    convolve(n, 1, out.k);
-    convolve(n, 2, out.v);
+    for (int64_t part = 0; part < 3; ++part) {
+      float* to = part == 0 ? out.q : part == 1 ? out.k : out.v;
+      history == 3 ? convolve<4>(n, part, to) : convolve<0>(n, part, to);
+    }
     // The last inputs move to the front, oldest first: towards smaller addresses, so in order.
     std::copy(raw_ + n * 3 * width, raw_ + (n + history) * 3 * width, raw_);
     const float root = 1.0f / std::sqrt(float(dim));
@@ -100,11 +101,15 @@ class KdaInput {
     }
   }
 
+  // `size` is that of the kernel where the compiler may know it.
+  template <int size>
   void convolve(int64_t n, int64_t part, float* out) const {
-    const int64_t width = w_.width, kernel = w_.history + 1;
+    const int64_t width = w_.width, kernel = size ? size : w_.history + 1;
     const float* taps = w_.taps.data() + (head_ * kernel * 3 + part) * width;
+    const T* next = rows_.qkv + (row_ + kBlock) * 3 * rows_.inner + part * rows_.inner + head_ * w_.dim;
     for (int64_t i = 0; i < width; i += kLanes)
       for (int64_t r = 0; r < n; ++r) {
+        __builtin_prefetch(next + r * 3 * rows_.inner + i);
         Floats x = zero();
         for (int64_t j = 0; j < kernel; ++j)
           x += load(taps + j * 3 * width + i) * load(raw_ + ((r + j) * 3 + part) * width + i);
@@ -122,6 +127,7 @@ class KdaInput {
     const float rate = w_.rate[head_];
     const float* bias = w_.dt_bias.data() + head_ * w_.width;
     for (int64_t i = 0; i < w_.dim; i += kLanes) {
+      __builtin_prefetch(forget + kBlock * rows_.inner + i);
       const Floats z = load_rest(forget + i, w_.dim - i) + load(bias + i);
       store(out + i, exp(w_.lower_bound ? *w_.lower_bound * sigmoid(rate * z) : -rate * softplus(z)));
     }
@@ -136,11 +142,13 @@ class KdaInput {
 // y of `count` rows from o [count][width], which it overwrites.
 template <class T>
 inline void kda_output(const Kda& w, const KdaRows<T>& rows, int64_t head, int64_t first, int64_t count, float* o) {
+  constexpr int64_t kAhead = 4;  // rows
   for (int64_t r = 0; r < count; ++r, o += w.width) {
     for (int64_t i = 0; i < w.width; i += kLanes) store(o + i, round_to<T>(load(o + i)));
     const float scale = rsqrt(sum_of_squares(o, w.width) / float(w.dim) + w.norm_eps);
     const int64_t at = (first + r) * rows.inner + head * w.dim;
     for (int64_t i = 0; i < w.dim; i += kLanes) {
+      __builtin_prefetch(rows.gate + at + kAhead * rows.inner + i);
       const Floats gate = sigmoid(load_rest(rows.gate + at + i, w.dim - i));
       store_rest(rows.y + at + i, load(o + i) * scale * load(w.output_norm.data() + i) * gate, w.dim - i);
     }

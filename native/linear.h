@@ -1,9 +1,11 @@
 // Products with the published [out, in] weights: out[i, n] = round( sum_k x[i, k] w[n, k] ), float32 inside.
 #pragma once
 
+#include "activation.h"
 #include "dots.h"
 #include "pool.h"
 #include "tensor.h"
+#include "workspace.h"
 
 namespace longspan {
 
@@ -19,9 +21,9 @@ struct Product {
 
 namespace detail {
 
-constexpr int64_t kColumnBytes = 64 << 10;  // of weights that stay in L2 while rows pass
-constexpr int64_t kRowBytes = 256 << 10;    // of rows that stay in L2 while columns pass
-constexpr int64_t kColumnGrain = 24;        // a whole number of tiles of either width
+constexpr int64_t kColumnBytes = 64 << 10;  // of weights in one block
+constexpr int64_t kRowBytes = 256 << 10;    // of rows in one block
+constexpr int64_t kColumnGrain = 16;        // a whole number of tiles
 
 // How one product is cut into units. Few rows: the weights stream from memory, and a unit is a long run of
 // columns, each the share of a thread in half of what is left, down to the grain. Many rows: blocks that
@@ -29,15 +31,13 @@ constexpr int64_t kColumnGrain = 24;        // a whole number of tiles of either
 struct Blocks {
   static constexpr int kMostRuns = 40;
   int64_t rows = 0, columns = 0;  // of one block
-  int64_t down = 1;               // blocks per column of blocks
+  int64_t across = 0;             // blocks side by side; 0: there are runs instead
   int64_t units = 0;
-  int64_t run[kMostRuns + 1];  // where the runs begin, when down is 0
+  int64_t run[kMostRuns + 1];  // where the runs begin
 
   Blocks() = default;
   Blocks(int64_t m, int64_t n, int64_t k, int64_t bytes, int threads) {
     if (m <= 8 * kTileRows) {
-      rows = m;
-      down = 0;
       const float share = 0.5f / float(threads);
       for (int64_t at = 0; at < n; ++units) {
         run[units] = at;
@@ -50,15 +50,15 @@ struct Blocks {
     const auto round = [](int64_t x, int64_t to) { return std::max(to, x / to * to); };
     columns = round(std::min(kColumnBytes / (k * bytes), n / (4 * threads)), kColumnGrain);
     rows = std::min(m, round(kRowBytes / (k * bytes), kTileRows));
-    down = (m + rows - 1) / rows;
-    units = down * ((n + columns - 1) / columns);
+    across = (n + columns - 1) / columns;
+    units = across * ((m + rows - 1) / rows);
   }
 
   // Calls work(i0, i1, j0, j1) with what unit `u` of an m x n product is.
   template <class Work>
   void unit(int64_t u, int64_t m, int64_t n, Work&& work) const {
-    if (!down) return work(0, m, run[u], run[u + 1]);
-    const int64_t i0 = u % down * rows, j0 = u / down * columns;
+    if (!across) return work(0, m, run[u], run[u + 1]);
+    const int64_t i0 = u / across * rows, j0 = u % across * columns;  // rows stay in L2 while columns pass
     work(i0, std::min(i0 + rows, m), j0, std::min(j0 + columns, n));
   }
 };
@@ -70,12 +70,8 @@ void multiply_block(const Product<T, Out>& p, int64_t i0, int64_t i1, int64_t j0
   dots<true, T>(
       i1 - i0, j1 - j0, k, [&](int64_t i) { return p.x + (i0 + i) * p.x_stride; },
       [&](int64_t j) { return w + (j0 + j) * stride; },
-      [&](int64_t i, int64_t j, const float* c, int count) {
-        Out* out = p.out + (i0 + i) * p.out_stride + j0 + j;
-        if constexpr (std::is_same_v<Out, float>)
-          std::memcpy(out, c, count * sizeof(float));
-        else
-          store_part(out, load(c), count);
+      [&](int64_t i, int64_t j, const float* c, auto count) {
+        store_part(p.out + (i0 + i) * p.out_stride + j0 + j, load(c), count);
       });
 }
 
@@ -98,6 +94,32 @@ void multiply(Team& team, int64_t m, std::initializer_list<Product<T, Out>> prod
     const auto& p = products.begin()[which];
     blocks[which].unit(unit, m, p.weight.rows, [&](int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
       detail::multiply_block(p, i0, i1, j0, j1);
+    });
+  });
+}
+
+// hidden[i, n] = activation( round(gate_n x_i), round(up_n x_i) ) for m rows of `gate.cols` inputs: both products
+// and the activation in one pass. No barrier after it.
+template <class T>
+void multiply_gated(Team& team, int64_t m, const T* x, const Weight& gate, const Weight& up,
+                    const Activation& activation, T* hidden) {
+  const int64_t n = gate.rows, k = gate.cols;
+  const detail::Blocks blocks(m, n, k, sizeof(T), team.size);
+  team.claim(blocks.units, 1, [&](int64_t unit, int64_t) {
+    blocks.unit(unit, m, n, [&](int64_t i0, int64_t i1, int64_t j0, int64_t j1) {
+      const int64_t width = j1 - j0;
+      Workspace workspace;
+      T* products[2];
+      const Weight* weights[2] = {&gate, &up};
+      for (int half = 0; half < 2; ++half) {
+        products[half] = workspace.take<T>((i1 - i0) * width);
+        const Product<T> p{x + i0 * k, k, *weights[half], products[half] - j0, width};
+        detail::multiply_block(p, 0, i1 - i0, j0, j1);
+      }
+      for (int64_t i = i0; i < i1; ++i) {
+        const int64_t at = (i - i0) * width;
+        activation.apply(products[0] + at, products[1] + at, hidden + i * n + j0, width);
+      }
     });
   });
 }

@@ -20,29 +20,35 @@ inline Floats exp(Floats x) {
   p = p * f + 0.5f;
   p = p * f + 1.0f;
   p = p * f + 1.0f;
-  // 2^n in two steps, so that neither end of the range overflows on the way.
-  const Ints whole = __builtin_convertvector(n, Ints);
-  const Ints half = whole >> 1;
-  const Floats a = cast_bits<Floats>(Ints((half + 127) << 23));
-  const Floats b = cast_bits<Floats>(Ints((whole - half + 127) << 23));
-  const Floats result = p * a * b;
+  const Floats result = times_power(p, n);
   return select(x == x, result, x);
 }
 
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+// e^x of 8 doubles <= 0, within 1e-14 relatively. Below -708 it is 0: no double of full width is so small.
+inline Doubles exp_negative(Doubles x) {
+  constexpr double kMagic = 6755399441055744.0;  // 1.5 * 2^52: the sum leaves the whole number in its low bits
+  const Doubles bounded = x > -708.0 ? x : -708.0 + Doubles{};
+  const Doubles shifted = bounded * 1.4426950408889634 + kMagic;
+  const Doubles n = shifted - kMagic;
+  Doubles f = bounded - n * 0.693147180369123816490;  // ln 2 in two parts
+  f = f - n * 1.90821492927058770002e-10;
+  constexpr double factorials[] = {39916800, 3628800, 362880, 40320, 5040, 720, 120, 24, 6, 2, 1, 1};
+  Doubles p = 1.0 / 479001600 + Doubles{};
+  for (const double factorial : factorials) p = p * f + 1.0 / factorial;
+  const Doubles result = cast_bits<Doubles>(Longs(cast_bits<Longs>(p) + (cast_bits<Longs>(shifted) << 52)));
+  return x > -708.0 ? result : Doubles{};
+}
 
-// Near 0 the odd series, so that small values keep their digits; beyond it by e^-2|x|.
-inline Floats tanh(Floats x) {
-  const Floats square = x * x;
+inline Floats sigmoid(Floats x) { return reciprocal(1.0f + exp(-x)); }
+
+// (tanh(x) / x - 1) / x^2 by its series in x^2, for |x| < 0.45: small values keep their digits.
+inline Floats tanh_series(Floats square) {
   Floats series = broadcast(21844.0f / 6081075.0f);
   series = series * square - 1382.0f / 155925.0f;
   series = series * square + 62.0f / 2835.0f;
   series = series * square - 17.0f / 315.0f;
   series = series * square + 2.0f / 15.0f;
-  series = series * square - 1.0f / 3.0f;
-  const Floats near = x + x * (square * series);
-  const Floats size = max(x, -x), e = exp(-2.0f * size), far = (1.0f - e) / (1.0f + e);
-  return select(size < 0.45f, near, select(x < 0.0f, -far, far));
+  return series * square - 1.0f / 3.0f;
 }
 
 inline Floats silu(Floats x) { return x * sigmoid(x); }

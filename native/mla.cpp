@@ -7,21 +7,28 @@
 //     3   q = q_b a           qI = wq_b a (or wq_b x, then in stage 1)
 //     4   query_h = [W_UK_h^T qn_h | qp_h]
 //
-// Epilogue, three stages: round(latent_out) and W_g x;  o_h = W_UV_h latent_out_h, o *= sigmoid(W_g x);  W_o o.
+// Epilogue, three stages: W_g x;  o_h = W_UV_h round(latent_out_h), o *= sigmoid(W_g x);  W_o o.
 //
-// W_UK^T is [heads, rank, nope], a transposed copy made at load so that both of its sides are rows: it costs
-// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB) and the half of kv_b it came from is not
-// read again. All other weights are read in place.
+// W_UK meets q in rows of k = nope, too short for dots.h: it is packed once for panels.h, kGroup columns after
+// kGroup columns, [heads, groups, nope / step, kGroup, step], with zeros beyond nope and rank. That copy costs
+// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB), and the half of kv_b it was made from is
+// not read again. All other weights are read in place.
 #include <nanobind/stl/array.h>
 
 #include "linear.h"
 #include "norm.h"
 #include "pages.h"
+#include "panels.h"
 #include "quantize.h"
 #include "workspace.h"
 
 namespace longspan {
 namespace {
+
+constexpr int64_t kGroup = 64;      // columns of a packed W_UK side by side
+constexpr int64_t kGroupRows = 256;  // rows that meet them at once
+constexpr int64_t kValueRows = 128;  // rows that meet a W_UV at once
+constexpr int64_t kValueRun = 48;    // its columns in one unit, when there are fewer rows
 
 // A matrix for each head: [heads, rows, cols] with contiguous rows.
 struct HeadWeights {
@@ -37,36 +44,11 @@ struct HeadWeights {
     head_stride = owner.stride(0);
     row_stride = owner.stride(1);
   }
+  template <class T>
+  const T* row(int64_t head, int64_t row) const {
+    return static_cast<const T*>(owner.data()) + head * head_stride + row * row_stride;
+  }
 };
-
-// [m, heads, n] with any strides of the first two.
-template <class T>
-struct HeadRows {
-  T* data;
-  int64_t row_stride, head_stride;
-
-  T* at(int64_t row, int64_t head) const { return data + row * row_stride + head * head_stride; }
-};
-
-// out[i, h] = round( w_h x[i, h] ) for m rows. Calls done(i, h, j0, j1) on each finished piece of a row. No
-// barrier after it.
-template <class T, class Done>
-void multiply_heads(Team& team, int64_t m, const HeadWeights& w, HeadRows<const T> x, HeadRows<T> out, Done&& done) {
-  const auto blocks = detail::blocks_of(m, w.rows, w.cols, sizeof(T), 1);
-  const T* weights = static_cast<const T*>(w.owner.data());
-  team.claim(w.heads * blocks.count(), 1, [&](int64_t unit, int64_t) {
-    const int64_t head = unit / blocks.count(), block = unit % blocks.count();
-    const int64_t i0 = block % blocks.down * blocks.rows, i1 = std::min(i0 + blocks.rows, m);
-    const int64_t j0 = block / blocks.down * blocks.columns, j1 = std::min(j0 + blocks.columns, w.rows);
-    dots<true, T>(
-        i1 - i0, j1 - j0, w.cols, [&](int64_t i) { return x.at(i0 + i, head); },
-        [&](int64_t j) { return weights + head * w.head_stride + (j0 + j) * w.row_stride; },
-        [&](int64_t i, int64_t j, const float* c, int count) {
-          store_part(out.at(i0 + i, head) + j0 + j, load(c), count);
-        });
-    for (int64_t i = i0; i < i1; ++i) done(i, head, j0, j1);
-  });
-}
 
 struct Indexer {
   Weight query, key, head_weight;
@@ -77,19 +59,19 @@ struct Indexer {
 struct Mla {
   std::optional<Weight> query_a;
   std::optional<Vector> query_norm;
-  HeadWeights query;  // [heads, nope + rope, cols]: q_b, or q_proj where there is no query_a
+  Weight query;  // q_b, or q_proj where there is no query_a
   Weight kv_a;
   Vector kv_a_norm;
-  HeadWeights up_key;  // [heads, rank, nope]
+  int64_t nope;
+  HeadWeights up_key;  // packed: [heads, groups, elements of one group]
   HeadWeights up_value;  // [heads, value, rank]
   float norm_eps;
   std::optional<Indexer> indexer;
   std::optional<Weight> gate;
   Weight output;
 
-  int64_t heads() const { return up_key.heads; }
-  int64_t rank() const { return up_key.rows; }
-  int64_t nope() const { return up_key.cols; }
+  int64_t heads() const { return up_value.heads; }
+  int64_t rank() const { return up_value.cols; }
   int64_t rope() const { return kv_a.rows - rank(); }
   bool index_from_latent() const { return query_a && query_a->rows == indexer->query.cols; }
 };
@@ -101,6 +83,9 @@ struct MlaPages {
   int64_t page_size;
   Place latent, keys, codes, scales;
   int64_t quad_stride;  // of codes
+
+  MlaPages(int64_t page_size, Place latent, Place keys, Place codes, Place scales, int64_t quad_stride)
+      : page_size(page_size), latent(latent), keys(keys), codes(codes), scales(scales), quad_stride(quad_stride) {}
 
   template <class T>
   T* slot(const Place& place, int64_t slot) const {
@@ -119,7 +104,7 @@ struct MlaPages {
 // round( (x - mean) * rsqrt(var + eps) * weight + bias ); out may be x.
 template <class T>
 void layer_norm(const T* x, const float* weight, const float* bias, float eps, int64_t n, T* out) {
-  const auto values = [&](int64_t i) { return n - i < kLanes ? load_part(x + i, int(n - i)) : load(x + i); };
+  const auto values = [&](int64_t i) { return load_part(x + i, int(std::min<int64_t>(kLanes, n - i))); };
   Floats total = zero(), squares = zero();
   for (int64_t i = 0; i < n; i += kLanes) total += values(i);
   const float mean = sum(total) / float(n);
@@ -143,9 +128,9 @@ struct Prologue {
   int64_t m;
   const T* x;
   const int64_t* slots;
-  T *query_latent, *compressed, *key, *q;    // scratch
-  T *query, *index_query;                    // [m, heads, rank + rope], [m, Hi * Di]
-  float* index_weight;                       // [m, Hi]
+  T *query_latent, *compressed, *key, *q;  // scratch
+  T *query, *index_query;                  // [m, heads, rank + rope], [m, Hi * Di]
+  float* index_weight;                     // [m, Hi]
 
   int64_t hidden() const { return w.kv_a.cols; }
 
@@ -153,10 +138,11 @@ struct Prologue {
     multiply<T, T>(team, m, {{rows, weight.cols, weight, out, weight.rows}});
   }
 
-  HeadRows<T> by_head() const { return {q, w.query.rows, m * w.query.rows}; }
+  // A row of q ends in a zero, which is what the last pair of an odd nope may meet.
+  static int64_t q_stride(const Mla& w) { return w.query.rows + 2; }
 
   void project_query(Team& team, const T* rows) const {
-    multiply_heads<T>(team, m, w.query, {rows, w.query.cols, 0}, by_head(), [](auto...) {});
+    multiply<T, T>(team, m, {{rows, w.query.cols, w.query, q, q_stride(w)}});
   }
 
   void from_hidden(Team& team) const {
@@ -173,6 +159,7 @@ struct Prologue {
   }
 
   void finish_row(int64_t row) const {
+    q[row * q_stride(w) + w.query.rows] = T{};
     if (w.query_a) {
       const int64_t width = w.query_a->rows;
       T* latent = query_latent + row * width;
@@ -192,7 +179,8 @@ struct Prologue {
     T* raw = key + row * dim;
     const bool quantised = pages.codes[0];
     T* normal = quantised ? raw : pages.slot<T>(pages.keys, slot);
-    layer_norm(raw, indexer.norm_weight.data<float>(), indexer.norm_bias.data<float>(), indexer.norm_eps, dim, normal);
+    layer_norm(raw, indexer.norm_weight.data<float>(), indexer.norm_bias.data<float>(), indexer.norm_eps, dim,
+               normal);
     if (quantised) {
       Workspace workspace;
       pages.put_codes(slot, normal, dim, workspace.take<uint8_t>(dim + kLanes));
@@ -202,12 +190,28 @@ struct Prologue {
   }
 
   void absorb(Team& team) const {
-    const int64_t rank = w.rank(), nope = w.nope(), rope = w.rope();
-    const HeadRows<const T> from{q, w.query.rows, m * w.query.rows};
-    const HeadRows<T> to{query, w.heads() * (rank + rope), rank + rope};
-    multiply_heads<T>(team, m, w.up_key, from, to, [&](int64_t i, int64_t h, int64_t, int64_t j1) {
-      if (j1 == rank) std::memcpy(to.at(i, h) + rank, from.at(i, h) + nope, rope * sizeof(T));
+    const int64_t groups = w.up_key.rows, blocks = (m + kGroupRows - 1) / kGroupRows;
+    team.claim(w.heads() * blocks * groups, 1, [&](int64_t unit, int64_t) {
+      const int64_t begin = unit / groups % blocks * kGroupRows;
+      absorb_group(unit / (groups * blocks), unit % groups, begin, std::min(begin + kGroupRows, m));
     });
+  }
+
+  void absorb_group(int64_t head, int64_t group, int64_t begin, int64_t end) const {
+    const int64_t rank = w.rank(), nope = w.nope, rope = w.rope(), first = group * kGroup;
+    constexpr int64_t step = kPanelStep<T>;
+    const T* from = q + begin * q_stride(w) + head * (nope + rope);
+    const auto to = [&](int64_t i) { return query + ((begin + i) * w.heads() + head) * (rank + rope); };
+    if (group == 0)
+      for (int64_t i = 0; i < end - begin; ++i)
+        std::memcpy(to(i) + rank, from + i * q_stride(w) + nope, rope * sizeof(T));
+    panel_product<T>(
+        end - begin, kGroup, (nope + step - 1) / step * step, {from, q_stride(w), 1},
+        w.up_key.row<T>(head, group), [](int64_t, int64_t) { return zero(); },
+        [&](int64_t i, int64_t j, Floats sums) {
+          const int64_t left = std::min<int64_t>(kLanes, rank - first - j);
+          if (left > 0) store_part(to(i) + first + j, sums, int(left));
+        });
   }
 
   void run(Team& team) const {
@@ -238,7 +242,7 @@ void mla_prologue(const Mla& w, const MlaPages& pages, int64_t rows, Address x, 
         .query_latent = scratch(w.query_a ? w.query_a->rows : 0),
         .compressed = scratch(w.kv_a.rows),
         .key = scratch(w.indexer ? w.indexer->key.rows : 0),
-        .q = scratch(w.query.heads * w.query.rows),
+        .q = scratch(Prologue<T>::q_stride(w)),
         .query = at<T>(query),
         .index_query = at<T>(index_query),
         .index_weight = at<float>(index_weight),
@@ -251,12 +255,27 @@ template <class T>
 struct Epilogue {
   const Mla& w;
   int64_t m;
-  const float* latent_out;         // [m, heads, rank]
-  const T* x;                      // [m, hidden]
-  T *rounded, *gate, *attended;    // scratch
-  T* out;                          // [m, hidden]
+  const float* latent_out;  // [m, heads, rank]
+  const T* x;               // [m, hidden]
+  T *gate, *attended;       // scratch
+  T* out;                   // [m, hidden]
 
   int64_t width() const { return w.output.cols; }
+
+  // Columns j0 .. j1 of head `head` of rows i0 .. i1; `rounded` has room for their latents.
+  void expand(int64_t head, int64_t i0, int64_t i1, int64_t j0, int64_t j1, T* rounded) const {
+    const int64_t rank = w.rank(), first = head * w.up_value.rows + j0;
+    for (int64_t i = i0; i < i1; ++i)
+      round_row(latent_out + (i * w.heads() + head) * rank, rounded + (i - i0) * rank);
+    dots<true, T>(
+        i1 - i0, j1 - j0, rank, [&](int64_t i) { return rounded + i * rank; },
+        [&](int64_t j) { return w.up_value.row<T>(head, j0 + j); },
+        [&](int64_t i, int64_t j, const float* c, int count) {
+          store_part(attended + (i0 + i) * width() + first + j, load(c), count);
+        });
+    if (w.gate)
+      for (int64_t i = i0; i < i1; ++i) open_gate(i * width() + first, i * width() + first + j1 - j0);
+  }
 
   void round_row(const float* from, T* to) const {
     for (int64_t i = 0; i < w.rank(); i += kLanes) {
@@ -265,29 +284,27 @@ struct Epilogue {
     }
   }
 
-  void open_gate(int64_t row, int64_t begin, int64_t end) const {
-    T* a = attended + row * width();
-    const T* g = gate + row * width();
+  void open_gate(int64_t begin, int64_t end) const {
     for (int64_t i = begin; i < end; i += kLanes) {
       const int n = int(std::min<int64_t>(kLanes, end - i));
-      store_part(a + i, load_part(a + i, n) * round_to<T>(sigmoid(load_part(g + i, n))), n);
+      store_part(attended + i, load_part(attended + i, n) * round_to<T>(sigmoid(load_part(gate + i, n))), n);
     }
   }
 
   void run(Team& team) const {
-    const int64_t rank = w.rank(), value = w.up_value.rows;
-    const HeadRows<T> by_head{rounded, rank, m * rank};
-    if (w.gate) multiply<T, T>(team, m, {{x, w.gate->cols, *w.gate, gate, width()}});
-    constexpr int64_t kGrain = 4;
-    team.claim(m * w.heads(), kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t unit = begin; unit < end; ++unit)
-        round_row(latent_out + unit * rank, by_head.at(unit / w.heads(), unit % w.heads()));
+    const int64_t value = w.up_value.rows, run = m < kValueRows ? kValueRun : value;
+    const int64_t rows = std::clamp<int64_t>(m, 1, kValueRows);
+    const int64_t blocks = (m + rows - 1) / rows, runs = (value + run - 1) / run;
+    if (w.gate) {
+      multiply<T, T>(team, m, {{x, w.gate->cols, *w.gate, gate, width()}});
+      team.barrier();
+    }
+    Workspace workspace;
+    T* rounded = workspace.take<T>(rows * w.rank());
+    team.claim(w.heads() * blocks * runs, 1, [&](int64_t unit, int64_t) {
+      const int64_t head = unit / (blocks * runs), i = unit / runs % blocks * rows, j = unit % runs * run;
+      expand(head, i, std::min(i + rows, m), j, std::min(j + run, value), rounded);
     });
-    team.barrier();
-    multiply_heads<T>(team, m, w.up_value, {rounded, rank, m * rank}, {attended, width(), value},
-                      [&](int64_t i, int64_t h, int64_t j0, int64_t j1) {
-                        if (w.gate) open_gate(i, h * value + j0, h * value + j1);
-                      });
     team.barrier();
     multiply<T, T>(team, m, {{attended, width(), w.output, out, w.output.rows}});
   }
@@ -301,7 +318,6 @@ void mla_epilogue(const Mla& w, int64_t rows, Address latent_out, Address x, Add
         .m = rows,
         .latent_out = at<const float>(latent_out),
         .x = at<const T>(x),
-        .rounded = workspace.take<T>(rows * w.heads() * w.rank()),
         .gate = workspace.take<T>(w.gate ? rows * w.gate->rows : 0),
         .attended = workspace.take<T>(rows * w.output.cols),
         .out = at<T>(out),
@@ -320,30 +336,39 @@ std::optional<Out> made(std::optional<In> given) {
 
 void bind_mla(nb::module_& m) {
   nb::class_<Indexer>(m, "Indexer")
-      .def("__init__",
-           [](Indexer* self, Tensor query, Tensor key, Tensor head_weight, Tensor norm_weight, Tensor norm_bias,
-              float norm_eps) {
-             new (self) Indexer{Weight(query),       Weight(key),       Weight(head_weight),
-                                Vector(norm_weight), Vector(norm_bias), norm_eps};
-           });
+      .def("__init__", [](Indexer* self, Tensor query, Tensor key, Tensor head_weight, Tensor norm_weight,
+                          Tensor norm_bias, float norm_eps) {
+        new (self) Indexer{.query = Weight(query),
+                           .key = Weight(key),
+                           .head_weight = Weight(head_weight),
+                           .norm_weight = Vector(norm_weight),
+                           .norm_bias = Vector(norm_bias),
+                           .norm_eps = norm_eps};
+      });
+  using Maybe = std::optional<Tensor>;
   nb::class_<Mla>(m, "Mla").def(
       "__init__",
-      [](Mla* self, std::optional<Tensor> query_a, std::optional<Tensor> query_norm, Tensor query, Tensor kv_a,
-         Tensor kv_a_norm, Tensor up_key, Tensor up_value, float norm_eps, std::optional<Indexer> indexer,
-         std::optional<Tensor> gate, Tensor output) {
-        new (self) Mla{made<Weight>(query_a), made<Vector>(query_norm), HeadWeights(query),    Weight(kv_a),
-                       Vector(kv_a_norm),     HeadWeights(up_key),      HeadWeights(up_value), norm_eps,
-                       std::move(indexer),    made<Weight>(gate),       Weight(output)};
+      [](Mla* self, Maybe query_a, Maybe query_norm, Tensor query, Tensor kv_a, Tensor kv_a_norm, int64_t nope,
+         Tensor up_key, Tensor up_value, float norm_eps, std::optional<Indexer> indexer, Maybe gate,
+         Tensor output) {
+        new (self) Mla{.query_a = made<Weight>(query_a),
+                       .query_norm = made<Vector>(query_norm),
+                       .query = Weight(query),
+                       .kv_a = Weight(kv_a),
+                       .kv_a_norm = Vector(kv_a_norm),
+                       .nope = nope,
+                       .up_key = HeadWeights(up_key),
+                       .up_value = HeadWeights(up_value),
+                       .norm_eps = norm_eps,
+                       .indexer = std::move(indexer),
+                       .gate = made<Weight>(gate),
+                       .output = Weight(output)};
       },
       nb::arg("query_a").none(), nb::arg("query_norm").none(), nb::arg("query"), nb::arg("kv_a"),
-      nb::arg("kv_a_norm"), nb::arg("up_key"), nb::arg("up_value"), nb::arg("norm_eps"),
+      nb::arg("kv_a_norm"), nb::arg("nope"), nb::arg("up_key"), nb::arg("up_value"), nb::arg("norm_eps"),
       nb::arg("indexer").none(), nb::arg("gate").none(), nb::arg("output"));
   using Place = MlaPages::Place;
-  nb::class_<MlaPages>(m, "MlaPages")
-      .def("__init__", [](MlaPages* self, int64_t page_size, Place latent, Place keys, Place codes, Place scales,
-                          int64_t quad_stride) {
-        new (self) MlaPages{page_size, latent, keys, codes, scales, quad_stride};
-      });
+  nb::class_<MlaPages>(m, "MlaPages").def(nb::init<int64_t, Place, Place, Place, Place, int64_t>());
   m.def("mla_prologue", &mla_prologue, Unlocked());
   m.def("mla_epilogue", &mla_epilogue, Unlocked());
 }

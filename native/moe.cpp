@@ -62,8 +62,9 @@ struct Moe {
   }
 };
 
-constexpr int64_t kBlockRows = 48;     // rows of x that a unit takes at a time: whole tiles
-constexpr int64_t kBlockColumns = 32;  // weight rows of a unit
+constexpr int64_t kBlockRows = 48;        // rows of x that a unit takes at a time: whole tiles
+constexpr int64_t kPanelBytes = 512 << 10;  // of a unit's unpacked weights: half of L2
+constexpr int64_t kMostColumns = 64;      // weight rows of a unit
 constexpr int64_t kPairBytes = 64 << 20;
 constexpr int64_t kPiece = 512;  // columns of a token that are added up at a time
 
@@ -141,71 +142,91 @@ struct Routed {
         if (begin < end) segments.push_back({&*moe.bank[e], begin, end});
       }
       pool().run([&](Team& team) {
-        each_unit(team, segments, moe.width, [&](const Segment& s, int64_t j, int64_t n) { expand(s, j, n); });
+        each_unit(team, segments, moe.width, 2 * in_arranged,
+                  [&](const Segment& s, int64_t j, int64_t n) { expand(s, j, n); });
         team.barrier();
-        each_unit(team, segments, in, [&](const Segment& s, int64_t j, int64_t n) { contract(s, j, n); });
+        each_unit(team, segments, in, hidden_stride,
+                  [&](const Segment& s, int64_t j, int64_t n) { contract(s, j, n); });
         team.barrier();
         add_up(team);
       });
     }
   }
 
+  // work(segment, j, n) for blocks of all columns of all segments; `size` is what a column takes in a panel.
   template <class Work>
-  void each_unit(Team& team, const std::vector<Segment>& segments, int64_t columns, Work&& work) {
-    const int64_t blocks = (columns + kBlockColumns - 1) / kBlockColumns;
-    team.claim(int64_t(segments.size()) * blocks, 1, [&](int64_t unit, int64_t) {
-      const int64_t j = unit % blocks * kBlockColumns;
-      work(segments[unit / blocks], j, std::min(kBlockColumns, columns - j));
+  void each_unit(Team& team, const std::vector<Segment>& segments, int64_t columns, int64_t size, Work&& work) {
+    const int64_t block = size * kMostColumns * int64_t(sizeof(T)) <= kPanelBytes ? kMostColumns : kMostColumns / 2;
+    const int64_t blocks = (columns + block - 1) / block;
+    const int64_t units = int64_t(segments.size()) * blocks;
+    const int64_t grain = std::clamp<int64_t>(units / (16 * team.size), 1, 4);  // neighbours: memory in order
+    team.claim(units, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t unit = begin; unit < end; ++unit) {
+        const int64_t j = unit % blocks * block;
+        work(segments[unit / blocks], j, std::min(block, columns - j));
+      }
     });
   }
 
   // Hidden columns [j0, j0 + n) of the pairs of an expert.
   void expand(const Segment& s, int64_t j0, int64_t n) {
-    alignas(64) float gate[kBlockRows * kBlockColumns], up[kBlockRows * kBlockColumns];
-    const bool arranged_hidden = s.expert->down.packed();
+    const Expert& expert = *s.expert;
+    const int64_t pairs = s.end - s.begin;
+    alignas(64) float gate[kBlockRows * kMostColumns], up[kBlockRows * kMostColumns];
+    T columns[kBlockRows * kMostColumns];
+    Workspace scratch;
+    T* gate_panel = scratch.take<T>(expert.gate.panel_size(n));
+    T* up_panel = scratch.take<T>(expert.up.panel_size(n));
+    expert.gate.prepare(pairs, j0, n, gate_panel);
+    expert.up.prepare(pairs, j0, n, up_panel);
     for (int64_t begin = s.begin; begin < s.end; begin += kBlockRows) {
       const int64_t m = std::min(kBlockRows, s.end - begin);
-      product(s.expert->gate, begin, m, j0, n, gate);
-      product(s.expert->up, begin, m, j0, n, up);
+      const auto product = [&](const ExpertMatrix& matrix, const T* panel, float* c, const ExpertMatrix& next,
+                               int64_t j_next) {
+        const T* rows = matrix.packed() ? arranged : z;
+        const int64_t stride = matrix.packed() ? in_arranged : in;
+        matrix.product(
+            pairs, m, [&](int64_t i) { return rows + token[begin + i] * stride; }, j0, n, panel, c, n, next, j_next);
+      };
+      product(expert.gate, gate_panel, gate, expert.up, j0);
+      product(expert.up, up_panel, up, expert.gate, j0 + n);
+      each_lanes(m * n, [&](int64_t i, auto&& load_some, auto&& store_some) {
+        const Floats g = round_to<T>(load_some(gate + i)), u = round_to<T>(load_some(up + i));
+        store_some(columns + i, moe.activation.template operator()<T>(g, u));
+      });
       for (int64_t i = 0; i < m; ++i) {
         T* row = hidden + (begin + i - first) * hidden_stride;
-        T columns[kBlockColumns];
-        each_lanes(n, [&](int64_t t, auto&& load_some, auto&& store_some) {
-          const Floats g = round_to<T>(load_some(gate + i * kBlockColumns + t));
-          const Floats u = round_to<T>(load_some(up + i * kBlockColumns + t));
-          store_some(columns + t, moe.activation.template operator()<T>(g, u));
-        });
-        if (!arranged_hidden) {
-          std::copy(columns, columns + n, row + j0);
+        const T* made = columns + i * n;
+        if (!expert.down.packed()) {
+          std::copy(made, made + n, row + j0);
           continue;
         }
-        for (int64_t t = 0; t < n; ++t) row[arranged_at<T>(j0 + t)] = columns[t];
+        for (int64_t t = 0; t < n; t += kGroupInputs) arrange_group(made + t, j0 + t, row);
+        const T none[kGroupInputs] = {};
         if (j0 + n == moe.width)
-          for (int64_t k = moe.width; k < hidden_stride; ++k) row[arranged_at<T>(k)] = T{};
+          for (int64_t k = moe.width; k < hidden_stride; k += kGroupInputs) arrange_group(none, k, row);
       }
     }
   }
 
   // Output columns [j0, j0 + n) of the pairs of an expert.
   void contract(const Segment& s, int64_t j0, int64_t n) {
-    alignas(64) float c[kBlockRows * kBlockColumns];
+    const ExpertMatrix& down = s.expert->down;
+    const int64_t pairs = s.end - s.begin;
+    alignas(64) float c[kBlockRows * kMostColumns];
+    Workspace scratch;
+    T* panel = scratch.take<T>(down.panel_size(n));
+    down.prepare(pairs, j0, n, panel);
     for (int64_t begin = s.begin; begin < s.end; begin += kBlockRows) {
       const int64_t m = std::min(kBlockRows, s.end - begin);
       const T* rows = hidden + (begin - first) * hidden_stride;
-      s.expert->down.template product<T>(
-          m, [&](int64_t i) { return rows + i * hidden_stride; }, j0, n, c, kBlockColumns);
+      down.product(
+          pairs, m, [&](int64_t i) { return rows + i * hidden_stride; }, j0, n, panel, c, n, down, j0 + n);
       for (int64_t i = 0; i < m; ++i)
         each_lanes(n, [&](int64_t t, auto&& load_some, auto&& store_some) {
-          store_some(outputs + (begin + i - first) * in + j0 + t, load_some(c + i * kBlockColumns + t));
+          store_some(outputs + (begin + i - first) * in + j0 + t, load_some(c + i * n + t));
         });
     }
-  }
-
-  void product(const ExpertMatrix& matrix, int64_t begin, int64_t m, int64_t j0, int64_t n, float* c) {
-    const T* rows = matrix.packed() ? arranged : z;
-    const int64_t stride = matrix.packed() ? in_arranged : in;
-    matrix.template product<T>(
-        m, [&](int64_t i) { return rows + token[begin + i] * stride; }, j0, n, c, kBlockColumns);
   }
 
   void add_up(Team& team) {
@@ -265,7 +286,7 @@ struct Output {
   Workspace workspace;
   const int64_t hidden = moe.hidden(), in = moe.in(), width = moe.shared ? moe.shared->gate.rows : 0;
   T* normed = workspace.take<T>(moe.latent_norm ? tokens * in : 0);
-  T* inner = workspace.take<T>(2 * tokens * width);
+  T* inner = workspace.take<T>(tokens * width);
   T* shared = moe.shared ? workspace.take<T>(tokens * hidden) : nullptr;
 
   Output(const Moe& moe, int64_t tokens, const T* r, const T* x, T* out)
@@ -278,15 +299,13 @@ struct Output {
         rms_norm(r + t * in, moe.latent_norm->template data<T>(), moe.eps, in, normed + t * in);
       });
     team.barrier();
-    if (moe.shared) moe.shared->activate(team, tokens, inner);
+    if (moe.shared) moe.shared->contract(team, tokens, inner, shared);
     const T* routed = r;
     if (moe.latent_up) {
       multiply<T, T>(team, tokens, {{moe.latent_norm ? normed : r, in, *moe.latent_up, out, hidden}});
       routed = out;
     }
     if (!moe.shared) return;
-    team.barrier();
-    moe.shared->contract(team, tokens, inner, shared);
     team.barrier();
     constexpr int64_t kGrain = 2048;
     team.claim(tokens * hidden, kGrain, [&](int64_t begin, int64_t end) {

@@ -45,7 +45,7 @@ inline void panel_tile(int64_t i, int64_t j, int64_t k, PanelLeft<T> a, const T*
     typename Operand<T>::Vector column[N];
 #pragma GCC unroll 8
     for (int y = 0; y < N; ++y) column[y] = load_operand(right + at * n + y * Operand<T>::size);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int x = 0; x < M; ++x) {
       const auto value = broadcast_operand(left + x * a.row + at * a.along);
 #pragma GCC unroll 8
@@ -62,8 +62,9 @@ inline void panel_tile(int64_t i, int64_t j, int64_t k, PanelLeft<T> a, const T*
 template <class T, class Start, class Put>
 inline void panel_product(int64_t m, int64_t n, int64_t k, PanelLeft<T> a, const T* b, Start&& start, Put&& put) {
   const auto columns = [&]<int N>(int64_t j) {
+    constexpr int M = 16 / N;
     int64_t i = 0;
-    for (; i + 4 <= m; i += 4) detail::panel_tile<4, N, T>(i, j, k, a, b, n, start, put);
+    for (; i + M <= m; i += M) detail::panel_tile<M, N, T>(i, j, k, a, b, n, start, put);
     for (; i < m; ++i) detail::panel_tile<1, N, T>(i, j, k, a, b, n, start, put);
   };
   int64_t j = 0;

@@ -6,6 +6,7 @@
 // has code 128.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 
 #include "simd.h"
@@ -19,7 +20,7 @@ constexpr uint8_t kZeroCode = 128;
 template <class T>
 inline float quantize_row(const T* x, int64_t n, uint8_t* codes) {
   typedef uint8_t Codes __attribute__((vector_size(kLanes)));
-  const auto values = [&](int64_t i) { return n - i < kLanes ? load_part(x + i, int(n - i)) : load(x + i); };
+  const auto values = [&](int64_t i) { return load_part(x + i, int(std::min<int64_t>(kLanes, n - i))); };
   Floats peak = zero();
   Ints missing{};
   for (int64_t i = 0; i < n; i += kLanes) {

@@ -21,6 +21,8 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(64)));  // 8 of them
+typedef int64_t Longs __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(64)));
 
 struct bf16 {
@@ -59,9 +61,45 @@ inline To cast_bits(From x) {
 }
 
 inline Floats select(Ints mask, Floats yes, Floats no) { return mask ? yes : no; }
-inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
-inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+// Of a NaN and a number the second argument.
+inline Floats max(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return Floats(_mm512_maskz_max_ps(0xffff, __m512(a), __m512(b)));
+#else
+  return a > b ? a : b;
+#endif
+}
+inline Floats min(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return Floats(_mm512_maskz_min_ps(0xffff, __m512(a), __m512(b)));
+#else
+  return a < b ? a : b;
+#endif
+}
 inline Ints lane_index() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+// x * 2^n for whole n of -150 to 128.
+inline Floats times_power(Floats x, Floats n) {
+#ifdef __AVX512F__
+  return Floats(_mm512_scalef_ps(__m512(x), __m512(n)));
+#else
+  // In two steps, so that neither end of the range overflows on the way.
+  const Ints whole = __builtin_convertvector(n, Ints);
+  const Ints half = whole >> 1;
+  return x * cast_bits<Floats>(Ints((half + 127) << 23)) * cast_bits<Floats>(Ints((whole - half + 127) << 23));
+#endif
+}
+
+// 1 / x for x >= 1: infinity gives 0, NaN stays NaN.
+inline Floats reciprocal(Floats x) {
+#ifdef __AVX512F__
+  const Floats finite = min(broadcast(0x1.fffffep127f), x);
+  const Floats guess = Floats(_mm512_rcp14_ps(__m512(finite)));
+  return guess + guess * (1.0f - finite * guess);
+#else
+  return 1.0f / x;
+#endif
+}
 
 // 16 floats from memory of type T.
 inline Floats load(const float* p) {
@@ -89,15 +127,17 @@ inline void store(bf16* p, Floats v) {
 #endif
 }
 
-// The first n < 16 lanes; the rest reads as 0 and is not written.
+// The first n <= 16 lanes; the rest reads as 0 and is not written.
 template <class T>
 inline Floats load_part(const T* p, int n) {
+  if (n == kLanes) return load(p);
   T copy[kLanes] = {};
   std::memcpy(copy, p, n * sizeof(T));
   return load(copy);
 }
 template <class T>
-inline void store_part(T* p, Floats v, int n) {
+inline __attribute__((always_inline)) void store_part(T* p, Floats v, int n) {
+  if (n == kLanes) return store(p, v);
   T copy[kLanes];
   store(copy, v);
   std::memcpy(p, copy, n * sizeof(T));
@@ -303,16 +343,15 @@ inline void transpose(Floats v[kLanes]) {
   }
 }
 
-// Lane i < 8 of the result is sum(v[i]), bit for bit.
+// Lane i < 8 of the result is sum(v[i]), bit for bit; the other lanes repeat them.
 inline Floats sum_each8(const Floats v[8]) {
   using namespace detail;
-  Floats f4[4], f2[2];
-  const Floats none = zero();
-  Floats f8[8];
-  for (int i = 0; i < 8; ++i) f8[i] = fold8(v[i], none);
-  for (int i = 0; i < 4; ++i) f4[i] = fold4(f8[i], f8[i + 4]);
-  for (int i = 0; i < 2; ++i) f2[i] = fold2(f4[i], f4[i + 2]);
-  return fold1(f2[0], f2[1]);
+  Floats f8[4], f4[2];
+  for (int i = 0; i < 4; ++i) f8[i] = fold8(v[i], v[i + 4]);
+  for (int i = 0; i < 2; ++i) f4[i] = fold4(f8[i], f8[i + 2]);
+  Floats pairs = fold2(f4[0], f4[1]);  // lanes 2i and 2i + 1 belong to v[i]
+  pairs += __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  return __builtin_shufflevector(pairs, pairs, 0, 2, 4, 6, 8, 10, 12, 14, 0, 2, 4, 6, 8, 10, 12, 14);
 }
 
 }  // namespace longspan

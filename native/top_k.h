@@ -62,7 +62,8 @@ class TopK {
   void offer(Floats scores, Ints positions, uint32_t seen) {
     const Floats size = max(scores, -scores);
     broken_ |= (seen & ~greater(broadcast(INFINITY), size)) != 0;
-    if (const uint32_t better = seen & greater(scores, broadcast(threshold_))) append(scores, positions, better);
+    const uint32_t better = seen & greater(scores, broadcast(threshold_));
+    if (better) append(scores, positions, better);
   }
 
   void append(Floats scores, Ints positions, uint32_t chosen) {

@@ -24,9 +24,6 @@ from longspan.ops.top_k import top_k_indices
 
 logger = logging.getLogger(__name__)
 
-BAN = -100
-"""A logit_bias of this bans a token, whatever its logit and the temperature."""
-
 
 @dataclass(frozen=True)
 class Sampled:
@@ -66,7 +63,8 @@ class Sampler:
         limits = [_limits(seq) for seq in seqs]
         edited = self._edit(logits, seqs, limits)
         chosen = self._choose(edited, seqs)
-        best = edited.amax(-1).tolist()  # NaN if there is one in the row
+        # Logits as they came are finite. NaN if there is one in the row.
+        best = edited.amax(-1).tolist() if edited is not logits else [0.0] * len(seqs)
         results: list[Sampled | LongspanError] = []
         for row, (seq, limit, token_id) in enumerate(zip(seqs, limits, chosen, strict=True)):
             wanted = seq.params.logprobs
@@ -91,8 +89,8 @@ class Sampler:
         for row, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
             params = seq.params
             if params.logit_bias:
-                bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-                edited[row, list(params.logit_bias)] += torch.where(bias <= BAN, -torch.inf, bias)
+                tokens, bias = seq.logit_bias
+                edited[row, tokens] += bias
             # A constraint that leaves only the end knows better than min_tokens.
             free = isinstance(limit, _Limits) and limit.allowed is None
             if free and seq.num_output_tokens < params.min_tokens:
@@ -110,18 +108,15 @@ class Sampler:
         return edited
 
     def _penalise(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
-        penalised = [row for row, seq in enumerate(seqs) if seq.token_counts is not None]
-        if not penalised:
+        histories = {row: seq.history.tensors() for row, seq in enumerate(seqs) if seq.history}
+        if not histories:
             return logits
-        rows, tokens, counts = [], [], []
-        for row in penalised:
-            by_token = seqs[row].token_counts or {}
-            rows += [row] * len(by_token)
-            tokens += by_token.keys()
-            counts += by_token.values()
+        tokens, counts = map(torch.cat, zip(*histories.values(), strict=True))
+        sizes = torch.tensor([len(tokens) for tokens, _ in histories.values()])
+        rows = torch.repeat_interleave(torch.tensor(list(histories)), sizes)
         return self._ops.apply_penalties(
             logits,
-            TokenCounts(torch.tensor(rows), torch.tensor(tokens), torch.tensor(counts)),
+            TokenCounts(rows, tokens, counts),
             torch.tensor([seq.params.presence_penalty for seq in seqs], dtype=torch.float32),
             torch.tensor([seq.params.frequency_penalty for seq in seqs], dtype=torch.float32),
             torch.tensor([seq.params.repetition_penalty for seq in seqs], dtype=torch.float32),

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import random
 import time
+from functools import cached_property
+
+import torch
+from torch import Tensor
 
 from longspan.engine.output import TokenLogprobs
 from longspan.engine.request import Request
+from longspan.engine.token_history import TokenHistory
 from longspan.memory.memory import SequenceMemory
+
+BAN = -100
+"""A logit_bias of this bans a token, whatever its logit and the temperature."""
 
 
 class Sequence:
@@ -27,8 +35,7 @@ class Sequence:
         self.reader = request.make_reader()
         self.constraint = request.make_constraint() if request.make_constraint else None
         self.stream = random.Random(f"{seed}:{index}").getrandbits(64)
-        # Token -> times in the output, 0 for those of the prompt alone.
-        self.token_counts = dict.fromkeys(self.tokens, 0) if self.params.penalises else None
+        self.history = TokenHistory(self.tokens) if self.params.penalises else None
         self.arrived = time.monotonic()
         self.scheduled: float | None = None
         self.first_token: float | None = None
@@ -50,6 +57,13 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.num_prompt_tokens
 
+    @cached_property
+    def logit_bias(self) -> tuple[Tensor, Tensor]:
+        """Tokens [N] int64 and what is added to their logits [N] float32, -inf for a ban."""
+        given = self.params.logit_bias or {}
+        bias = torch.tensor(list(given.values()), dtype=torch.float32)
+        return torch.tensor(list(given), dtype=torch.int64), torch.where(bias <= BAN, -torch.inf, bias)
+
     @property
     def num_missing_prompt_logprobs(self) -> int:
         if self.prompt_logprobs is None:
@@ -60,7 +74,7 @@ class Sequence:
         if self.first_token is None:
             self.first_token = time.monotonic()
         self.tokens.append(token_id)
-        if self.token_counts is not None:
-            self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+        if self.history:
+            self.history.append(token_id)
         if self.constraint:
             self.constraint.push(token_id)

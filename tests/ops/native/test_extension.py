@@ -19,10 +19,17 @@ import sys, torch
 from longspan import load_model
 torch.manual_seed(0)
 ids = torch.randint(0, 2048, (150,))
-native = load_model(sys.argv[1], dtype="float32", backend="native").forward(ids)
-reference = load_model(sys.argv[1], dtype="float32", backend="torch").forward(ids)
-wide = load_model(sys.argv[1], dtype="bfloat16", backend="native").forward(ids)
-print((native - reference).abs().max().item(), (wide - reference).abs().max().item())
+def logits(dtype, backend):
+    return load_model(sys.argv[1], dtype=dtype, backend=backend).forward(ids)
+
+
+def error(tensor):
+    return (tensor - exact).abs().max().item()
+
+
+exact = logits("float32", "torch")
+for run in [("float32", "native"), ("bfloat16", "native"), ("bfloat16", "torch")]:
+    print(error(logits(*run)))
 """
 
 
@@ -37,8 +44,8 @@ def test_each_instruction_set_computes_what_torch_does(isa: str, tiny_dir: Path)
         [sys.executable, "-c", COMPARE, str(tiny_dir)], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr
-    exact, rounded = map(float, result.stdout.split())
-    assert exact < 1e-3 and rounded < 0.5
+    exact, rounded, rounded_by_torch = map(float, result.stdout.split())
+    assert exact < 1e-3 and rounded < 2 * rounded_by_torch
 
 
 def fresh(monkeypatch: pytest.MonkeyPatch, built: dict, wanted: str = "") -> extension.Choice:

@@ -1,4 +1,4 @@
-"""The native indexer against the torch reference, and its own laws: cuts, threads and mates change no choice."""
+"""The native indexer against the torch reference; cuts, threads and mates change no choice."""
 
 from __future__ import annotations
 

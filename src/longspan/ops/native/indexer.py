@@ -26,14 +26,6 @@ def index_select(query: Tensor, weight: Tensor, view: MlaView, batch: StepBatch,
         return out
     codes, scale = keys.codes, keys.scale
     assert codes.stride(3) == 1, "the four dimensions of a quad must be contiguous"
-    native.index_select_codes(
-        *asked,
-        *data,
-        codes.data_ptr(),
-        *codes.stride()[:3],
-        scale.data_ptr(),
-        *scale.stride(),
-        scale.shape[1],
-        out.data_ptr(),
-    )
+    scales = (scale.data_ptr(), *scale.stride(), scale.shape[1])
+    native.index_select_codes(*asked, *data, codes.data_ptr(), *codes.stride()[:3], *scales, out.data_ptr())
     return out

@@ -13,6 +13,7 @@ from longspan.ops.native.extension import extension
 from longspan.ops.native.handles import contiguous, kept, pages
 
 NO_PAGES = (0, 0, 0)
+PACKED_COLUMNS = 64
 
 
 def mla_prologue(x: Tensor, weights: MlaWeights, view: MlaView, slot_mapping: Tensor) -> MlaQueries:
@@ -58,16 +59,26 @@ def _build_mla(weights: MlaWeights) -> Any:
     return extension().Mla(
         query_a=lora.a if lora else None,
         query_norm=lora.norm if lora else None,
-        query=(lora.b if lora else weights.query).unflatten(0, (weights.num_heads, -1)),
+        query=lora.b if lora else weights.query,
         kv_a=weights.kv_a,
         kv_a_norm=weights.kv_a_norm,
-        up_key=weights.kv_b[:, :nope].transpose(1, 2).contiguous(),
+        nope=nope,
+        up_key=_packed(weights.kv_b[:, :nope]),
         up_value=weights.kv_b[:, nope:],
         norm_eps=weights.latent_norm_eps,
         indexer=_build_indexer(weights.indexer) if weights.indexer else None,
         gate=weights.gate,
         output=weights.output,
     )
+
+
+def _packed(up_key: Tensor) -> Tensor:
+    """[heads, nope, rank] -> the copy that native/mla.cpp describes, [heads, groups, elements of a group]."""
+    step = 2 if up_key.dtype == torch.bfloat16 else 1
+    _, nope, rank = up_key.shape
+    padded = torch.nn.functional.pad(up_key, (0, -rank % PACKED_COLUMNS, 0, -nope % step))
+    groups = padded.unflatten(2, (-1, PACKED_COLUMNS)).unflatten(1, (-1, step))
+    return groups.permute(0, 3, 1, 4, 2).flatten(2).contiguous()
 
 
 def _build_indexer(weights: IndexerWeights) -> Any:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from longspan.ops.backend import TORCH, Operators
+from longspan.ops.backend import Operators
 from longspan.ops.native.dense import attention_residual, ffn, lm_head
 from longspan.ops.native.indexer import index_select
 from longspan.ops.native.kda import kda
 from longspan.ops.native.mla import mla_epilogue, mla_prologue
 from longspan.ops.native.moe import moe_output, routed_experts
+from longspan.ops.native.sampling import apply_penalties, sample
 from longspan.ops.native.sparse_attention import sparse_attention
 from longspan.ops.native.threads import use_threads
 
-NATIVE: Operators = replace(
-    TORCH,
+NATIVE = Operators(
     name="native",
     use_threads=use_threads,
     attention_residual=attention_residual,
@@ -27,4 +25,6 @@ NATIVE: Operators = replace(
     routed_experts=routed_experts,
     moe_output=moe_output,
     lm_head=lm_head,
+    apply_penalties=apply_penalties,
+    sample=sample,
 )
