@@ -11,6 +11,8 @@ of `--runs` calls, each with other selected tokens.
 from __future__ import annotations
 
 import argparse
+import math
+import mmap
 import statistics
 import time
 from dataclasses import dataclass
@@ -52,9 +54,13 @@ CASES = (
 
 
 def memory(tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages for one sequence, in scrambled order; what they hold repeats, which no kernel knows."""
-    pages = torch.empty(tokens // PAGE, PAGE, RANK + ROPE, dtype=dtype)
-    some = torch.randn(64, PAGE, RANK + ROPE).to(dtype)
+    """Pages of one sequence, in large pages of the system where it gives any; what they hold repeats."""
+    shape = (tokens // PAGE, PAGE, RANK + ROPE)
+    mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    pages = torch.frombuffer(mapped, dtype=dtype).view(shape)
+    some = torch.randn(64, *shape[1:]).to(dtype)
     for begin in range(0, len(pages), len(some)):
         pages[begin : begin + len(some)] = some[: len(pages) - begin]
     return pages
