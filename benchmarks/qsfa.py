@@ -1,6 +1,6 @@
 """Speed of the native attention over cached latents, beside what the machine can do at most.
 
-    python benchmarks/qsfa.py [--dtype float32] [--runs 5] [--only sparse]
+    python benchmarks/qsfa.py [--dtype float32] [--runs 9] [--only sparse]
 
 QSFA is attention to selected entries of the cache. FLOPs are those of the absorbed form, 2 (2 rank + rope)
 for each head and attended token; bytes are those of the attended rows, each read once. Both limits are
@@ -90,7 +90,7 @@ def selection(case: Case, batch: StepBatch) -> torch.Tensor | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--only", default="", help="only the cases whose name holds this")
     args = parser.parse_args()
     torch.manual_seed(0)
