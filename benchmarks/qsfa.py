@@ -1,6 +1,6 @@
 """Speed of the native attention over cached latents, beside what the machine can do at most.
 
-    python benchmarks/qsfa.py [--dtype float32] [--runs 5] [--only sparse]
+    python benchmarks/qsfa.py [--dtype float32] [--runs 9] [--only sparse]
 
 QSFA is attention to selected entries of the cache. FLOPs are those of the absorbed form, 2 (2 rank + rope)
 for each head and attended token; bytes are those of the attended rows, each read once. Both limits are
@@ -11,6 +11,8 @@ of `--runs` calls, each with other selected tokens.
 from __future__ import annotations
 
 import argparse
+import math
+import mmap
 import statistics
 import time
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longspan.ops.batch import MlaView, StepBatch
+from longspan.ops.limits import machine_limits
 from longspan.ops.native.extension import choose
 from longspan.ops.native.sparse_attention import sparse_attention
 
@@ -51,9 +54,13 @@ CASES = (
 
 
 def memory(tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Pages for one sequence, in scrambled order; what they hold repeats, which no kernel knows."""
-    pages = torch.empty(tokens // PAGE, PAGE, RANK + ROPE, dtype=dtype)
-    some = torch.randn(64, PAGE, RANK + ROPE).to(dtype)
+    """Pages of one sequence, in large pages of the system where it gives any; what they hold repeats."""
+    shape = (tokens // PAGE, PAGE, RANK + ROPE)
+    mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    pages = torch.frombuffer(mapped, dtype=dtype).view(shape)
+    some = torch.randn(64, *shape[1:]).to(dtype)
     for begin in range(0, len(pages), len(some)):
         pages[begin : begin + len(some)] = some[: len(pages) - begin]
     return pages
@@ -83,22 +90,20 @@ def selection(case: Case, batch: StepBatch) -> torch.Tensor | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--only", default="", help="only the cases whose name holds this")
     args = parser.parse_args()
     torch.manual_seed(0)
-    module = choose().module
-    if module is None:
+    if choose().module is None:
         raise SystemExit(choose().reason)
     dtype = getattr(torch, args.dtype)
     cases = [case for case in CASES if args.only in case.name]
     pages = memory(max(case.context + case.rows for case in cases), dtype)
     view = MlaView(pages, None)
 
-    bandwidth = max(module.read_bandwidth() for _ in range(3))
-    peak = max(module.bf16_peak() for _ in range(3))
-    limits = f"{peak:,.0f} GFLOP/s in bfloat16, reads of {bandwidth:.1f} GB/s"
-    title = f"{args.dtype}, {module.num_threads()} threads; limits: {limits}"
+    limits = machine_limits()
+    peak, bandwidth = limits.bf16_operations / 1e9, limits.read_bytes / 1e9
+    title = f"{args.dtype}, {limits.threads} threads; {peak:,.0f} GFLOP/s (bfloat16), {bandwidth:.1f} GB/s"
     table = Table("", "heads", "ms", "GFLOP/s", "GB/s", "of peak", "nearest limit", title=title)
     for case in cases:
         batch = batch_of(case, pages)
@@ -121,7 +126,7 @@ def main() -> None:
         limit = f"compute, {of_peak:.0%}" if of_peak > of_bandwidth else f"memory, {of_bandwidth:.0%}"
         numbers = (f"{took * 1e3:.2f}", f"{flops:,.0f}", f"{rate:.1f}", f"{of_peak:.0%}")
         table.add_row(case.name, str(case.heads), *numbers, limit)
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

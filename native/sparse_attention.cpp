@@ -190,7 +190,7 @@ class Attention {
     for (int64_t at = begin; at < end; at += kTileKeys) {
       const int count = int(std::min<int64_t>(kTileKeys, end - at));
       const auto next = reinterpret_cast<const void* const*>(cells + (at - begin) + count);
-      Prefetch prefetch(next, std::min<int64_t>(kTileKeys, ahead - at - count), cache.bytes(), (to - from) * count);
+      Prefetch prefetch(next, std::min<int64_t>(kTileKeys, ahead - at - count), cache.bytes());
       const auto seen = [&](int64_t i) { return (sparse() ? keys : batch.visible[row_of(from + i)]) - at; };
       attend_tile(query + from * width, to - from, width, scratch.rows.rows(cells + (at - begin), count), count, seen,
                   scale, rank, at == begin, states, sums, prefetch, scratch.tile);

@@ -13,6 +13,7 @@
 
 #include "dots.h"
 #include "math.h"
+#include "workspace.h"
 
 namespace longspan {
 
@@ -29,27 +30,59 @@ struct Softmax {
   float peak = -INFINITY, total = 0;
 };
 
-// Brings rows that are needed soon into the cache, evenly over `work` units of work.
+// Brings rows that are needed soon into L2, a line at a time: what comes in bursts the processor drops.
 class Prefetch {
  public:
-  Prefetch(const void* const* rows, int64_t count, int64_t bytes, int64_t work)
-      : row_(rows), lines_((bytes + 63) / 64), wanted_(count * lines_), rate_((wanted_ << kShift) / work + 1) {}
+  Prefetch(const void* const* rows, int64_t count, int64_t bytes) : next_(rows), end_(rows + count), bytes_(bytes) {}
 
-  void advance(int64_t work) {
-    progress_ += work * rate_;
-    for (const int64_t until = std::min(wanted_, progress_ >> kShift); done_ < until; ++done_) {
-      __builtin_prefetch(static_cast<const char*>(*row_) + 64 * line_);
-      if (++line_ == lines_) line_ = 0, ++row_;
+  // A whole row, which the caller fetches line by line; null: there is no more.
+  const char* row() { return next_ == end_ ? nullptr : static_cast<const char*>(*next_++); }
+
+  void line() {
+    if (line_ == last_) {
+      line_ = row();
+      if (!line_) return void(last_ = nullptr);
+      last_ = line_ + bytes_;
     }
+    __builtin_prefetch(line_, 0, 2);
+    line_ = last_ - line_ > 64 ? line_ + 64 : last_;
   }
 
  private:
-  static constexpr int kShift = 16;
-  const void* const* row_;
-  int64_t lines_, wanted_, rate_, progress_ = 0, done_ = 0, line_ = 0;
+  const void* const* next_;
+  const void* const* end_;
+  int64_t bytes_;
+  const char* line_ = nullptr;
+  const char* last_ = nullptr;
 };
 
 namespace detail {
+
+// scores [m][kTileKeys] = query_i . row_j, columns outside as in `dots`; each tile fetches a row of the next.
+template <class T>
+inline void score(const T* query, int64_t m, int64_t width, const T* const* rows, int count, Prefetch& ahead,
+                  float* scores) {
+  float c[kTileRows * kTileColumns + kLanes];
+  const auto tile = [&]<int M, int N>(int64_t i, int64_t j) {
+    const T* queries[M];
+    for (int r = 0; r < M; ++r) queries[r] = query + (i + r) * width;
+    if (const char* next = ahead.row())
+      dot_tile<M, N, 1, T>(queries, rows + j, width, c, next, 64);
+    else
+      dot_tile<M, N, 0, T>(queries, rows + j, width, c);
+    for (int r = 0; r < M; ++r) std::memcpy(scores + (i + r) * kTileKeys + j, c + r * N, N * sizeof(float));
+  };
+  const auto columns = [&]<int N>(int64_t j) {
+    int64_t i = 0;
+    for (; i + kTileRows <= m; i += kTileRows) tile.template operator()<kTileRows, N>(i, j);
+    for (; i + 2 <= m; i += 2) tile.template operator()<2, N>(i, j);
+    for (; i < m; ++i) tile.template operator()<1, N>(i, j);
+  };
+  int64_t j = 0;
+  for (; j + kTileColumns <= count; j += kTileColumns) columns.template operator()<kTileColumns>(j);
+  for (; j + 2 <= count; j += 2) columns.template operator()<2>(j);
+  for (; j < count; ++j) columns.template operator()<1>(j);
+}
 
 // One row of scores becomes weights. `seen` keys count, `width` of the row is written, a multiple of 16.
 template <class T>
@@ -103,7 +136,7 @@ inline void pack_strip(const T* const* rows, int count, int64_t column, int n, T
 // acc [M rows, `stride` apart][n <= 16 N] of weights [M][kTileKeys] and a strip; `first`: acc holds nothing yet.
 template <int M, int N, class T>
 inline void value_tile(const T* strip, int groups, const T* weights, const float* shrink, bool first, int n,
-                       float* acc, int64_t stride) {
+                       float* acc, int64_t stride, Prefetch& ahead) {
   const bool whole = N > 1 || n == kLanes;
   Floats sums[M][N];
 #pragma GCC unroll 16
@@ -114,6 +147,7 @@ inline void value_tile(const T* strip, int groups, const T* weights, const float
       sums[i][v] = first ? zero() : shrink[i] * (whole ? load(from) : load_part(from, n));
     }
   for (int g = 0; g < groups; ++g) {
+    ahead.line();
     typename Operand<T>::Vector columns[N];
 #pragma GCC unroll 16
     for (int v = 0; v < N; ++v) columns[v] = load_operand(strip + (g * N + v) * Operand<T>::size);
@@ -159,12 +193,7 @@ template <class T, class Seen>
 void attend_tile(const T* query, int64_t m, int64_t width, const T* const* rows, int count, Seen&& seen,
                  float scale, int64_t rank, bool first, Softmax* states, float* acc, Prefetch& ahead,
                  const TileScratch<T>& scratch) {
-  dots<false, T>(
-      m, count, width, [&](int64_t i) { return query + i * width; }, [&](int64_t j) { return rows[j]; },
-      [&](int64_t i, int64_t j, const float* c, int n) {
-        std::memcpy(scratch.scores + i * kTileKeys + j, c, n * sizeof(float));
-        ahead.advance(n);
-      });
+  detail::score(query, m, width, rows, count, ahead, scratch.scores);
   const int padded = (count + kLanes - 1) / kLanes * kLanes;
   for (int64_t i = 0; i < m; ++i) {
     const int64_t visible = std::clamp<int64_t>(seen(i), 0, count);
@@ -176,7 +205,7 @@ void attend_tile(const T* query, int64_t m, int64_t width, const T* const* rows,
     detail::pack_strip<N>(rows, count, column, n, scratch.strip);
     const auto block = [&]<int M>(int64_t i) {
       detail::value_tile<M, N>(scratch.strip, groups, scratch.weights + i * kTileKeys, scratch.shrink + i, first, n,
-                               acc + i * rank + column, rank);
+                               acc + i * rank + column, rank, ahead);
     };
     int64_t i = 0;
     for (; i + kValueRows <= m; i += kValueRows) block.template operator()<kValueRows>(i);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +14,7 @@ from torch import Tensor
 from longspan.ops import sparse_attention as reference
 from longspan.ops.batch import MlaView, StepBatch
 from longspan.ops.indexer import NO_TOKEN, NON_FINITE
-from longspan.ops.native.extension import choose
-
-module = choose().module
-if module is None:
-    pytest.skip(choose().reason, allow_module_level=True)
-
-from longspan.ops.native.sparse_attention import sparse_attention  # noqa: E402
+from longspan.ops.native.sparse_attention import sparse_attention
 
 TILE, PIECE = 128, 512  # keys, as the kernel takes them
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -29,13 +23,6 @@ SHAPES = st.sampled_from(
     [(1, 1, 1), (3, 6, 2), (4, 64, 32), (5, 36, 10), (7, 80, 16), (16, 128, 64), (130, 20, 4)]
 )
 EDGES = [0, 1, 2, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1]
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = module.num_threads()
-    yield
-    module.set_threads(before)
 
 
 class Case:
@@ -113,12 +100,12 @@ def test_selected_rows_equal_the_reference(shapes, shape, dtype, top_k, chance, 
 @pytest.mark.parametrize(
     "shapes", [[(1, 1700)], [(3, 900), (1, 2100)], [(40, 30), (1, 1100), (0, 3), (2, 510)]]
 )
-def test_threads_change_no_bit(shapes, sparse, dtype) -> None:
+def test_threads_change_no_bit(shapes, sparse, dtype, with_threads: Callable[[int], None]) -> None:
     case = Case(shapes, (6, 80, 16), dtype, 1)
     selected = case.select(1300, 0.9) if sparse else None
     results = []
     for count in (1, 2, 3, 7):
-        module.set_threads(count)
+        with_threads(count)
         results.append(case.run(selected))
     case.check(selected)
     assert all(same_bits(results[0], other) for other in results[1:])
