@@ -1,4 +1,9 @@
 // The extension module: one function or class per operator, defined in the operator's own file.
+#include <climits>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 #include "activation.h"
 #include "batch.h"
 #include "pool.h"
@@ -35,6 +40,15 @@ std::vector<const char*> supported() {
   return found;
 }
 
+// Activations of one step are as large as those of the next. Given back to the system in between, their pages
+// would be faulted in again: a tenth of the time of a prefill.
+void keep_freed_memory() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_MAX, 0);
+  mallopt(M_TRIM_THRESHOLD, INT_MAX);
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(LONGSPAN_MODULE, m) {
@@ -47,6 +61,7 @@ NB_MODULE(LONGSPAN_MODULE, m) {
   nb::class_<Batch>(m, "Batch")
       .def(nb::init<int64_t, int64_t, Address, Address, Address, int64_t, Address, Address>());
   m.def("supported", &supported);
+  m.def("keep_freed_memory", &keep_freed_memory);
   m.def("num_threads", [] { return pool().size(); });
   m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("cpus") = std::vector<int>{}, Unlocked());
   bind_attention_residual(m);

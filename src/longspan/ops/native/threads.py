@@ -23,7 +23,7 @@ def use_threads(threads: int | None, cpus: Sequence[int]) -> None:
     processors that the process may not use.
 
     What torch still does beside the operators is small, so torch gets one thread: two pools on the same
-    cores would fight.
+    cores would fight. malloc is told to keep what is freed: every step needs as much again.
     """
     allowed = sorted(os.sched_getaffinity(0))
     foreign = sorted(set(cpus) - set(allowed))
@@ -33,6 +33,7 @@ def use_threads(threads: int | None, cpus: Sequence[int]) -> None:
         )
     count = threads or len(cpus) or default_threads()
     torch.set_num_threads(1)
+    extension().keep_freed_memory()
     extension().set_threads(count, list(cpus))
 
 
