@@ -116,7 +116,8 @@ class Attention {
     Scratch scratch(*this, workspace);
     for (auto b = blocks.begin(); b != spread; ++b) attend_together(team, *b, states, partial, scratch);
     // Backwards: the last blocks of a sequence see most.
-    team.claim(blocks.end() - spread, 1, [&](int64_t i, int64_t) { attend_block(*(blocks.end() - 1 - i), scratch); });
+    team.claim(blocks.end() - spread, 1,
+               [&](int64_t i, int64_t) { attend_block(*(blocks.end() - 1 - i), scratch); });
   }
 
   // One thread, piece after piece.
@@ -127,10 +128,10 @@ class Attention {
     std::fill_n(states, b.lines(), Softmax{});
     for (int64_t begin = 0; begin < keys; begin += kPiece) {
       const bool first = begin == 0;
-      attend_piece(b, b.begin, b.end, begin, keys, first ? states : next, first ? out + b.begin * rank : scratch.sums,
-                   scratch);
+      float* sums = first ? out + b.begin * rank : scratch.sums;
+      attend_piece(b, b.begin, b.end, begin, keys, first ? states : next, sums, scratch);
       for (int64_t i = 0; i < b.lines() && !first; ++i)
-          merge(next[i], scratch.sums + i * rank, states[i], out + (b.begin + i) * rank);
+          merge(next[i], sums + i * rank, states[i], out + (b.begin + i) * rank);
     }
     for (int64_t i = 0; i < b.lines(); ++i) finish(b.begin + i, states[i]);
   }
@@ -150,8 +151,8 @@ class Attention {
         Softmax* state = first + p == 0 ? merged : states + p * lines;
         float* sums = first + p == 0 ? out + b.begin * rank : partial + p * lines * rank;
         const int64_t keys = list(b, scratch);
-        if (from < to)
-          attend_piece(b, b.begin + from, b.begin + to, begin, keys, state + from, sums + from * rank, scratch);
+        if (from == to) return;
+        attend_piece(b, b.begin + from, b.begin + to, begin, keys, state + from, sums + from * rank, scratch);
       });
       team.barrier();
       team.claim(lines, 1, [&](int64_t i, int64_t) {
@@ -175,8 +176,8 @@ class Attention {
   }
 
   // Lines [from, to) of a block over its piece from `begin` on, which may be empty -> their states and sums.
-  void attend_piece(const Block& b, int64_t from, int64_t to, int64_t begin, int64_t keys, Softmax* states, float* sums,
-                    Scratch& scratch) const {
+  void attend_piece(const Block& b, int64_t from, int64_t to, int64_t begin, int64_t keys, Softmax* states,
+                    float* sums, Scratch& scratch) const {
     const int64_t end = std::min(begin + kPiece, keys), ahead = std::min(end + kTileKeys, keys);
     std::fill_n(states, to - from, Softmax{});
     const Cell** cells = scratch.cells;  // of the list from `begin` on
@@ -192,8 +193,9 @@ class Attention {
       const auto next = reinterpret_cast<const void* const*>(cells + (at - begin) + count);
       Prefetch prefetch(next, std::min<int64_t>(kTileKeys, ahead - at - count), cache.bytes());
       const auto seen = [&](int64_t i) { return (sparse() ? keys : batch.visible[row_of(from + i)]) - at; };
-      attend_tile(query + from * width, to - from, width, scratch.rows.rows(cells + (at - begin), count), count, seen,
-                  scale, rank, at == begin, states, sums, prefetch, scratch.tile);
+      const T* const* rows = scratch.rows.rows(cells + (at - begin), count);
+      attend_tile(query + from * width, to - from, width, rows, count, seen, scale, rank, at == begin, states, sums,
+                  prefetch, scratch.tile);
     }
   }
 
@@ -224,9 +226,10 @@ void sparse_attention(Dtype dtype, const Batch& batch, Address latent, int64_t p
                       Address selected, int64_t top_k, Address out, Address lse) {
   with_dtype(dtype, [&]<class T>(T) {
     const ModelRows<T> cache{{at<const T>(latent), page_stride, row_stride, page_size}, width};
-    Attention<T, ModelRows<T>>{cache, batch, at<const T>(query), at<const int64_t>(selected), top_k, heads, width, rank,
-                               scale, at<float>(out), at<float>(lse)}
-        .run();
+    const Attention<T, ModelRows<T>> attention{
+        cache, batch, at<const T>(query), at<const int64_t>(selected), top_k, heads, width, rank, scale,
+        at<float>(out), at<float>(lse)};
+    attention.run();
   });
 }
 

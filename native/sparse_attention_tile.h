@@ -33,7 +33,8 @@ struct Softmax {
 // Brings rows that are needed soon into L2, a line at a time: what comes in bursts the processor drops.
 class Prefetch {
  public:
-  Prefetch(const void* const* rows, int64_t count, int64_t bytes) : next_(rows), end_(rows + count), bytes_(bytes) {}
+  Prefetch(const void* const* rows, int64_t count, int64_t bytes)
+      : next_(rows), end_(rows + count), bytes_(bytes) {}
 
   // A whole row, which the caller fetches line by line; null: there is no more.
   const char* row() { return next_ == end_ ? nullptr : static_cast<const char*>(*next_++); }
@@ -133,7 +134,7 @@ inline void pack_strip(const T* const* rows, int count, int64_t column, int n, T
   }
 }
 
-// acc [M rows, `stride` apart][n <= 16 N] of weights [M][kTileKeys] and a strip; `first`: acc holds nothing yet.
+// acc [M rows, `stride` apart][n <= 16 N] of weights [M][kTileKeys] and a strip; `first`: acc is empty yet.
 template <int M, int N, class T>
 inline void value_tile(const T* strip, int groups, const T* weights, const float* shrink, bool first, int n,
                        float* acc, int64_t stride, Prefetch& ahead) {
@@ -204,8 +205,8 @@ void attend_tile(const T* query, int64_t m, int64_t width, const T* const* rows,
   const auto strip = [&]<int N>(int64_t column, int n) {
     detail::pack_strip<N>(rows, count, column, n, scratch.strip);
     const auto block = [&]<int M>(int64_t i) {
-      detail::value_tile<M, N>(scratch.strip, groups, scratch.weights + i * kTileKeys, scratch.shrink + i, first, n,
-                               acc + i * rank + column, rank, ahead);
+      detail::value_tile<M, N>(scratch.strip, groups, scratch.weights + i * kTileKeys, scratch.shrink + i, first,
+                               n, acc + i * rank + column, rank, ahead);
     };
     int64_t i = 0;
     for (; i + kValueRows <= m; i += kValueRows) block.template operator()<kValueRows>(i);
