@@ -13,6 +13,7 @@ namespace longspan {
 namespace {
 
 constexpr int64_t kRecurrent = 8;
+static_assert(Segment::kCut % KdaChunk<float>::kChunk == 0, "batch mates must not move the chunks of a sequence");
 
 // rows [count][dim] -> [count][width], zeros at the end.
 std::vector<float> widened(const float* x, int64_t count, int64_t dim, int64_t width) {

@@ -25,6 +25,8 @@ from longspan.ops.kda import (
     kda_core,
     log_decay,
     recurrent_kda,
+    restore_snapshot,
+    take_snapshot,
 )
 
 HEADS, DIM, KERNEL = 3, 6, 4
@@ -299,3 +301,19 @@ def test_the_layer_is_the_core_between_its_projections(low_rank_gate: bool, leng
         qkv = x @ torch.cat([w.q, w.k, w.v]).T
         y, _ = slow_kda(qkv, x @ (w.forget.b @ w.forget.a).T, x @ w.beta.T, x @ gate.T, w)
         torch.testing.assert_close(part, y @ w.output.T, atol=5e-5, rtol=1e-4)
+
+
+def test_a_sequence_goes_on_from_a_snapshot_in_another_slot() -> None:
+    torch.manual_seed(6)
+    weights = make_weights(-5.0)
+    tables = Tables(2, 32)
+    view = poisoned_view(tables)
+    x = torch.randn(24, HIDDEN)
+    kda(x[:12], weights, view, tables.batch([0], [12], [0]))
+    snapshot = take_snapshot(view, int(tables.slots[0]))
+    assert snapshot.state.is_contiguous()
+    want = kda(x[12:], weights, view, tables.batch([0], [12], [12]))
+    restore_snapshot(snapshot, view, int(tables.slots[1]))
+    got = kda(x[12:], weights, view, tables.batch([1], [12], [12]))
+    assert torch.equal(got, want)
+    assert torch.equal(view.state[tables.slots[1]], view.state[tables.slots[0]])

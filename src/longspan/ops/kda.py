@@ -79,6 +79,27 @@ class KdaWeights:
         return self.a_log.shape[0]
 
 
+@dataclass(frozen=True, eq=False)
+class KdaSnapshot:
+    """What one layer remembers of one sequence, apart from the slot that it came from."""
+
+    state: Tensor  # [heads, head_dim (key), head_dim (value)] float32
+    conv: Tensor  # [kernel - 1, 3 * P]
+
+
+def take_snapshot(view: KdaView, slot: int) -> KdaSnapshot:
+    return KdaSnapshot(
+        view.state[slot].clone(memory_format=torch.contiguous_format),
+        view.conv[slot].clone(memory_format=torch.contiguous_format),
+    )
+
+
+def restore_snapshot(snapshot: KdaSnapshot, view: KdaView, slot: int) -> None:
+    """The sequence in `slot` goes on from there; its context length must be the one of the snapshot."""
+    view.state[slot] = snapshot.state
+    view.conv[slot] = snapshot.conv
+
+
 def kda(x: Tensor, weights: KdaWeights, view: KdaView, batch: StepBatch) -> Tensor:
     """x [T, hidden] -> [T, hidden]. Updates `view`."""
     qkv = torch.cat([linear(x, weights.q), linear(x, weights.k), linear(x, weights.v)], -1)

@@ -97,7 +97,7 @@ def rows_of(shape: Shape, tokens: int, dtype: torch.dtype = torch.float32) -> Te
 
 LENGTHS = st.one_of(
     st.integers(0, RECURRENT_MAX_TOKENS + 1),
-    st.sampled_from([15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]),
+    st.sampled_from([15, 16, 17, 31, 33, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]),
 )
 
 
@@ -151,7 +151,7 @@ def run(
     weights: KdaWeights, shape: Shape, dtype: torch.dtype, rows: Sequence[Tensor], seqs: Sequence[int]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Two steps of the sequences `seqs` -> outputs of the second, and states with NaN as 0."""
-    tables = Tables(len(rows), 500)
+    tables = Tables(len(rows), 1200)
     view = poisoned_view(tables, shape, dtype)
     lengths = [rows[s].shape[0] for s in seqs]
     out: Sequence[Tensor] = []
@@ -167,7 +167,7 @@ def test_bits_depend_neither_on_threads_nor_on_batch_mates(dtype: torch.dtype) -
     torch.manual_seed(0)
     shape = Shape(3, 36)
     weights = make_weights(shape, dtype)
-    rows = [rows_of(shape, n, dtype) for n in (1, 70, 0, 8, 200, 2)]
+    rows = [rows_of(shape, n, dtype) for n in (1, 70, 0, 8, 600, 2)]
     want, want_state = run(weights, shape, dtype, rows, range(6))
     for threads in (2, 3, 7):
         extension().set_threads(threads)
