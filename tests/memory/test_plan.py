@@ -212,7 +212,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", ["kimi-linear", "k3", "k3.1"])
 @pytest.mark.parametrize("chunk", [8, 60])
 def test_a_step_holds_no_more_than_the_plan_says(tmp_path: Path, family: str, chunk: int) -> None:
-    model = load_model(write_checkpoint(tmp_path, family), dtype="float32")
+    # The reference holds most: what native operators need beside their results is less, and not torch's.
+    model = load_model(write_checkpoint(tmp_path, family), dtype="float32", backend="torch")
     engine = make_engine(model, num_pages=10, page_size=16, chunk=chunk)
     with TensorMeter() as meter:
         run(engine, make_request("a", [3] * 120, max_tokens=2, temperature=1.0, top_p=0.9, logprobs=5))
@@ -221,7 +222,7 @@ def test_a_step_holds_no_more_than_the_plan_says(tmp_path: Path, family: str, ch
 
 @pytest.mark.usefixtures("small_blocks")
 def test_what_a_step_holds_does_not_grow_with_the_prompt(tmp_path: Path) -> None:
-    model = load_model(write_checkpoint(tmp_path, "k3.1"), dtype="float32")
+    model = load_model(write_checkpoint(tmp_path, "k3.1"), dtype="float32", backend="torch")
     peaks = []
     for chunks in (2, 10):
         engine = make_engine(model, num_pages=11, page_size=16, chunk=16)

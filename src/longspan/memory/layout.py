@@ -7,6 +7,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from longspan import large_pages
 from longspan.config import ModelConfig
 from longspan.ops.batch import QUAD, ZERO_CODE, KdaView, LayerView, MlaView, QuantizedKeys
 
@@ -28,7 +29,7 @@ def allocate_views(
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         if fill is None:
-            return torch.empty(shape, dtype=dtype)
+            return large_pages.empty(shape, dtype)
         return torch.full(shape, ZERO_CODE if dtype == torch.uint8 else fill, dtype=dtype)
 
     def index_keys(dim: int) -> Tensor | QuantizedKeys:

@@ -5,7 +5,6 @@ Each figure is the best of a few tries, for the first ones find the processor as
 
 from __future__ import annotations
 
-import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan import large_pages
 from longspan.ops.native.extension import choose
 
 _READ_BYTES = 2**29  # far beyond any cache
@@ -61,10 +61,7 @@ def _torch_limits() -> MachineLimits:
 
 def _read_buffer() -> Tensor:
     """[_READ_BYTES] uint8, written once, in large pages where the system gives any: they read fastest."""
-    mapped = mmap.mmap(-1, _READ_BYTES)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapped, dtype=torch.uint8).fill_(1)
+    return large_pages.empty((_READ_BYTES,), torch.uint8).fill_(1)
 
 
 def _best(measure: Callable[[], float]) -> float:
