@@ -4,7 +4,8 @@
 //
 // Segment by segment of the rows, four stages: products with x; the second halves of the low ranks; the recurrence,
 // shared out by sequence and head; the product with y. A sequence of at most kRecurrent rows goes token by token, a
-// longer one in chunks; one without context starts from zeros, one without rows is left alone.
+// longer one in chunks; in float32 all go token by token, so that no split of a prompt changes a bit. One without
+// context starts from zeros, one without rows is left alone.
 #include "kda_recurrence.h"
 #include "workspace.h"
 
@@ -116,14 +117,15 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
 
   KdaInput<T> input(w, rows, head, first, begins ? nullptr : window, memory.window_row, scratch.raw);
   const HeadRows& r = scratch.rows;
-  const bool by_token = getenv("KDA_REC") || std::is_same_v<T, float> || batch.length(piece.seq) <= kRecurrent;
+  constexpr bool exact = std::is_same_v<T, float>;
+  const bool by_token = exact || batch.length(piece.seq) <= kRecurrent;
   KdaChunk<T> chunk(width, scratch.chunk);
   for (int64_t done = 0; done < count; done += chunk.kChunk) {
     const int64_t n = std::min(chunk.kChunk, count - done);
     input.read(n, r);
     if (by_token)
       kda_recur(dim, width, n, r, s, scratch.o);
-    else
+    else if constexpr (!exact)
       chunk.run(n, r, s, scratch.o);
     kda_output(w, rows, head, first + done, n, scratch.o);
   }
