@@ -27,7 +27,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter(LIMITS)
-    monkeypatch.setattr(limits, "machine_limits", lambda: next(measured))
+    monkeypatch.setattr(limits, "machine_limits", lambda *_: next(measured))
 
 
 def test_every_depth_gets_a_row_for_prefill_and_one_for_decode(
@@ -38,7 +38,7 @@ def test_every_depth_gets_a_row_for_prefill_and_one_for_decode(
     assert main(["bench", str(checkpoint), *flags, "--json", str(file)]) == 0
     shown = capsys.readouterr().out
     assert "tiny: k3.1, bfloat16, torch operators" in shown
-    assert "reads 9.5 GB/s (8.0 to 12.0), 100 BF16 GFLOP/s" in shown
+    assert "reads the weights at 9.5 GB/s (8.0 to 12.0), 100 BF16 GFLOP/s" in shown
     rows = [line.split()[:3] for line in shown.splitlines() if line.startswith(("prefill", "decode"))]
     depths = ["0", "40", "1K"]
     assert rows == [["prefill", d, "8"] for d in depths] + [["decode", d, "2"] for d in depths]
@@ -60,7 +60,7 @@ def test_every_depth_gets_a_row_for_prefill_and_one_for_decode(
 def test_an_int8_index_is_held_against_the_int8_peak(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "machine_limits", lambda: MachineLimits(2, 10e9, 100e9, 400e9))
+    monkeypatch.setattr(limits, "machine_limits", lambda *_: MachineLimits(2, 10e9, 100e9, 400e9))
     file = tmp_path / "out.json"
     flags = ["--depth", "99", "--prefill-chunk", "0", "--steps", "1", "--index-key-dtype", "int8"]
     assert main(["bench", str(checkpoint), *flags, "--json", str(file)]) == 0

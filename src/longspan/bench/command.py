@@ -98,12 +98,13 @@ def _measure(args: argparse.Namespace, config: ModelConfig, depths: list[int]) -
     from longspan.formats.progress import track
     from longspan.model.loader import load_model
     from longspan.ops.backend import select_backend
-    from longspan.ops.limits import machine_limits
+    from longspan.ops.limits import machine_limits, weight_bytes
 
     options = EngineOptions(backend=args.backend, threads=args.threads, cpus=args.cpus)
     select_backend(options.backend).use_threads(options.threads, options.cpus)
     model = load_model(args.model, args.dtype, args.backend)
-    before = [machine_limits() for _ in range(LIMIT_MEASUREMENTS)]
+    weights = weight_bytes(model.weights.lm_head)
+    before = [machine_limits(weights) for _ in range(LIMIT_MEASUREMENTS)]
     bench = Bench(model, args.batch, _longest(args, config, depths), args.index_key_dtype)
     bench.warm_up()
     steps = [("prefill", Step(1, args.prefill_chunk, depth)) for depth in depths if args.prefill_chunk]
@@ -117,7 +118,7 @@ def _measure(args: argparse.Namespace, config: ModelConfig, depths: list[int]) -
         )
         for phase, step in track(steps, "Measuring")
     ]
-    after = [machine_limits() for _ in range(LIMIT_MEASUREMENTS)]
+    after = [machine_limits(weights) for _ in range(LIMIT_MEASUREMENTS)]
     return Report(
         model=args.model.resolve().name,
         family=config.family,

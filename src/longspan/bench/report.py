@@ -166,7 +166,7 @@ class Report:
         keys = "" if self.index_key_dtype == "auto" else f", {self.index_key_dtype} index keys"
         return (
             f"{self.model}: {self.family}, {self.dtype}{keys}, {self.backend} operators\n"
-            f"machine, {limits.threads} threads: reads {limits.read_bytes / GIGA:.1f} GB/s "
+            f"machine, {limits.threads} threads: reads the weights at {limits.read_bytes / GIGA:.1f} GB/s "
             f"({min(reads):.1f} to {max(reads):.1f}){known}"
         )
 

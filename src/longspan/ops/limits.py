@@ -17,6 +17,7 @@ from longspan import large_pages
 from longspan.ops.native.extension import choose
 
 _READ_BYTES = 2**29  # far beyond any cache
+_MOST_BYTES = 2**30
 _SIDE = 2048  # of the matrices that torch multiplies
 _TRIES = 5
 
@@ -31,14 +32,26 @@ class MachineLimits:
     int8_operations: float
 
 
-def machine_limits() -> MachineLimits:
-    """Under two seconds: by the native operators where they are built, else by torch."""
+def machine_limits(memory: Tensor | None = None) -> MachineLimits:
+    """Under two seconds: by the native operators where they are built, else by torch.
+
+    Reads are those of `memory`, uint8: where bytes lie matters as much as how they are read, and a file
+    mapped in small pages can read half as fast as large pages. None, or a tensor that the caches might hold:
+    a buffer in large pages.
+    """
+    if memory is None or memory.nbytes < _READ_BYTES:
+        memory = large_pages.empty((_READ_BYTES,), torch.uint8).fill_(1)
     native = choose().module
-    return _torch_limits() if native is None else _native_limits(native)
+    return _torch_limits() if native is None else _native_limits(native, memory[:_MOST_BYTES])
 
 
-def _native_limits(native: Any) -> MachineLimits:
-    memory = _read_buffer()
+def weight_bytes(weight: Tensor) -> Tensor:
+    """All bytes that lie in memory with `weight`: of one that is mapped, its whole file, as uint8."""
+    storage = weight.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+
+
+def _native_limits(native: Any, memory: Tensor) -> MachineLimits:
     return MachineLimits(
         threads=native.num_threads(),
         read_bytes=1e9 * _best(lambda: native.read_bandwidth(memory.data_ptr(), memory.nbytes)),
@@ -49,7 +62,7 @@ def _native_limits(native: Any) -> MachineLimits:
 
 def _torch_limits() -> MachineLimits:
     """What torch reaches: it sums a large array and multiplies square bfloat16 matrices."""
-    memory = _read_buffer().view(torch.float32)
+    memory = large_pages.empty((_READ_BYTES,), torch.uint8).fill_(1).view(torch.float32)
     matrix = torch.ones(_SIDE, _SIDE, dtype=torch.bfloat16)
     return MachineLimits(
         threads=torch.get_num_threads(),
@@ -57,11 +70,6 @@ def _torch_limits() -> MachineLimits:
         bf16_operations=_best(lambda: 2 * _SIDE**3 / _seconds(lambda: matrix @ matrix)),
         int8_operations=0,
     )
-
-
-def _read_buffer() -> Tensor:
-    """[_READ_BYTES] uint8, written once, in large pages where the system gives any: they read fastest."""
-    return large_pages.empty((_READ_BYTES,), torch.uint8).fill_(1)
 
 
 def _best(measure: Callable[[], float]) -> float:
