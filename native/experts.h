@@ -47,12 +47,18 @@ inline void arrange_group(const T* x, int64_t k, T* row) {
   }
 }
 
+// Zeros from input n on, a multiple of 32, to the end of an arranged row.
+template <class T>
+inline void end_arranged(int64_t n, T* row) {
+  const T none[kGroupInputs] = {};
+  for (int64_t k = n; k < arranged_size(n); k += kGroupInputs) arrange_group(none, k, row);
+}
+
 // x [n], n a multiple of 32 -> out [arranged_size(n)].
 template <class T>
 inline void arrange(const T* x, int64_t n, T* out) {
   for (int64_t k = 0; k < n; k += kGroupInputs) arrange_group(x + k, k, out);
-  const T none[kGroupInputs] = {};
-  for (int64_t k = n; k < arranged_size(n); k += kGroupInputs) arrange_group(none, k, out);
+  end_arranged(n, out);
 }
 
 namespace detail {
@@ -85,14 +91,14 @@ struct Codes<bf16> {
     const Sixteen bits = __builtin_convertvector(exponents, Sixteen) << 7;
 #endif
     const Sixteen offsets = bits == 0 ? Sixteen{} - 1 : kTop - bits;
-    return __builtin_shufflevector(offsets, offsets, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3,
-                                   4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return __builtin_shufflevector(offsets, offsets, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,  //
+                                   0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }
   template <int step>
   static Scales of_step(Scales s) {
     constexpr int a = 4 * step, b = a + 1, c = a + 2, d = a + 3;
-    return __builtin_shufflevector(s, s, a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b, c, c, c, c, c, c, c, c, d, d,
-                                   d, d, d, d, d, d);
+    return __builtin_shufflevector(s, s, a, a, a, a, a, a, a, a, b, b, b, b, b, b, b, b,  //
+                                   c, c, c, c, c, c, c, c, d, d, d, d, d, d, d, d);
   }
   static Halves values(Halves words, Halves table, Scales scales) {
 #ifdef __AVX512BW__
@@ -112,7 +118,8 @@ struct Codes<float> {
   using Words = longspan::Words;
   using Scales = Floats;
   static Floats table() {
-    return Floats{0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, 0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    return Floats{0.0f, 0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                  0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
   }
   static Scales scales(Exponents exponents) {
     const Ints bits = __builtin_convertvector(exponents, Ints) << 23;
@@ -194,15 +201,17 @@ inline __attribute__((always_inline)) void walk(const PackedRow* packed, int64_t
   for (; at + kStrip <= k; at += kStrip)
     four.template operator()<true>(at, []<class V>(const uint8_t* p, int64_t) { return load_bytes<V>(p); });
   if (at < k)
-    four.template operator()<false>(at, []<class V>(const uint8_t* p, int64_t n) { return load_bytes<V>(p, n); });
+    four.template operator()<false>(
+        at, []<class V>(const uint8_t* p, int64_t n) { return load_bytes<V>(p, n); });
 }
 
-constexpr int kToL2 = 2;  // into L1 there are too few requests under way: three fifths of the bandwidth
+constexpr int kToL2 = 2;  // L1 has too few requests under way: it ends at three fifths of the bandwidth
 
-// c [M][stride] of M arranged rows and N packed rows, k inputs each. `ahead` is where memory is read next: as much
-// as the N rows hold is prefetched from there.
+// c [M][stride] of M arranged rows and N packed rows, k inputs each. `ahead` is where memory is read next: as
+// much as the N rows hold is prefetched from there.
 template <int M, int N, class T>
-inline void packed_tile(const T* const* x, const PackedRow* w, int64_t k, float* c, int64_t stride, PackedRow ahead) {
+inline void packed_tile(const T* const* x, const PackedRow* w, int64_t k, float* c, int64_t stride,
+                        PackedRow ahead) {
   constexpr int C = kCodes<T>, size = kStepInputs / C;
   const auto table = Codes<T>::table();
   Floats acc[M * N];
@@ -277,7 +286,8 @@ class ExpertMatrix {
   // What `product` wants for n weight rows.
   int64_t panel_size(int64_t n) const { return packed_ ? n * arranged_size(cols()) : 0; }
 
-  // Weight rows [j0, j0 + n) met by `rows` rows in all, in one or several products: unpacked, if that is worth it.
+  // Weight rows [j0, j0 + n), before `rows` rows in all meet them in one or several products: unpacked into the
+  // panel, if that is worth it.
   template <class T>
   void prepare(int64_t rows, int64_t j0, int64_t n, T* panel) const {
     if (!packed_ || rows <= detail::kPackedRows) return;
@@ -286,10 +296,10 @@ class ExpertMatrix {
   }
 
   // c [m][stride] of rows x(i), i < m, of the `rows` in all; rows are arranged if the matrix is packed. What the
-  // caller reads after it are the rows of `next` from `j_next` on: they are prefetched.
+  // caller reads afterwards, the rows of `next` from `j_next` on, is prefetched.
   template <class T, class Rows>
-  void product(int64_t rows, int64_t m, Rows&& x, int64_t j0, int64_t n, const T* panel, float* c, int64_t stride,
-               const ExpertMatrix& next, int64_t j_next) const {
+  void product(int64_t rows, int64_t m, Rows&& x, int64_t j0, int64_t n, const T* panel, float* c,
+               int64_t stride, const ExpertMatrix& next, int64_t j_next) const {
     if (packed_ && rows <= detail::kPackedRows) return few<T>(m, x, j0, n, c, stride, next, j_next);
     const auto put = [&](int64_t i, int64_t j, const float* values, int count) {
       for (int t = 0; t < count; ++t) c[i * stride + j + t] = values[t];
@@ -321,7 +331,7 @@ class ExpertMatrix {
         for (int i = 0; i < N; ++i) columns[i] = row(j0 + j + i);
         const int64_t later = j + lead;
         packed_tile<M, N, T>(rows, columns, cols(), c + j, stride,
-                             later < n ? row(j0 + later) : next.row(j_next + later - n));
+                             later < n || !next.packed_ ? row(j0 + later) : next.row(j_next + later - n));
       };
       int64_t j = 0;
       for (; j + kPackedColumns <= n; j += kPackedColumns) tile.template operator()<kPackedColumns>(j);

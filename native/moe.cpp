@@ -4,9 +4,9 @@
 //     e_i  = down_i act(gate_i z, up_i z)         r = round( sum_{i in I} w_i e_i ), float32, ascending i
 //     out  = latent_up rms_norm(r)  or  r,  + shared(x)
 //
-// The (token, choice) pairs are sorted by expert, and an expert that is hit is read once. Its work is shared out
-// as blocks of weight rows: gate and up of a block together, with the activation; then, when the hidden rows
-// are complete, down. A last stage adds up each token's expert outputs in order of the experts. At most
+// The (token, choice) pairs are sorted by expert, and an expert that is hit is read once. Its work is shared
+// out as blocks of weight rows: gate and up of a block together, with the activation; then, when the hidden
+// rows are complete, down. A last stage adds up each token's expert outputs in order of the experts. At most
 // kPairBytes of hidden rows and outputs exist at a time: beyond, the sorted pairs are taken in several rounds,
 // and float32 sums are kept between them, so rounds change no bit.
 //
@@ -37,8 +37,8 @@ struct Moe {
   bool any_packed = false;
   int64_t width = 0;  // of the experts, known from the first on
 
-  Moe(const Router& router, std::optional<Tensor> down, std::optional<Tensor> norm, std::optional<Tensor> up, float eps,
-      const Ffn* shared, Activation activation)
+  Moe(const Router& router, std::optional<Tensor> down, std::optional<Tensor> norm, std::optional<Tensor> up,
+      float eps, const Ffn* shared, Activation activation)
       : router(router), eps(eps), activation(activation), bank(router.experts()) {
     if (down) latent_down.emplace(*down);
     if (norm) latent_norm.emplace(*norm);
@@ -62,9 +62,9 @@ struct Moe {
   }
 };
 
-constexpr int64_t kBlockRows = 48;        // rows of x that a unit takes at a time: whole tiles
-constexpr int64_t kPanelBytes = 512 << 10;  // of a unit's unpacked weights: half of L2
-constexpr int64_t kMostColumns = 64;      // weight rows of a unit
+constexpr int64_t kBlockRows = 48;          // rows of x that a unit takes at a time: whole tiles
+constexpr int64_t kMostColumns = 64;        // columns of a unit, whole groups; half as many where its unpacked
+constexpr int64_t kPanelBytes = 512 << 10;  // weights would take more than this, half of L2
 constexpr int64_t kPairBytes = 64 << 20;
 constexpr int64_t kPiece = 512;  // columns of a token that are added up at a time
 
@@ -86,8 +86,8 @@ struct Routed {
   int32_t* experts = workspace.take<int32_t>(pairs);
   float* shares = workspace.take<float>(pairs);
   T* latent = moe.latent_down ? workspace.take<T>(tokens * in) : nullptr;
-  const T* z = latent ? latent : x;                                  // [tokens, in]
-  T* arranged = workspace.take<T>(moe.any_packed ? tokens * in_arranged : 0);
+  const T* z = latent ? latent : x;                 // [tokens, in]
+  T* arranged = workspace.take<T>(moe.any_packed ? tokens * in_arranged : 0);  // [tokens, in_arranged]
   int32_t* token = workspace.take<int32_t>(pairs);  // of each sorted pair
   int32_t* place = workspace.take<int32_t>(pairs);  // of each pair (token, choice) among the sorted
   std::vector<int64_t> missing;
@@ -96,9 +96,9 @@ struct Routed {
   // Of the present round: sorted pairs [first, last).
   int64_t first = 0, last = 0;
   int64_t hidden_stride = 0;
-  T* hidden = nullptr;       // [pairs of a round, hidden_stride], arranged if the expert's `down` is packed
-  T* outputs = nullptr;      // [pairs of a round, in]
-  float* sums = nullptr;     // [tokens, in], if there are several rounds
+  T* hidden = nullptr;    // [pairs of a round, hidden_stride], arranged if the expert's `down` is packed
+  T* outputs = nullptr;   // [pairs of a round, in]
+  float* sums = nullptr;  // [tokens, in], if there are several rounds
 
   Routed(const Moe& moe, int64_t tokens, const T* x, T* out) : moe(moe), tokens(tokens), x(x), out(out) {}
 
@@ -156,7 +156,8 @@ struct Routed {
   // work(segment, j, n) for blocks of all columns of all segments; `size` is what a column takes in a panel.
   template <class Work>
   void each_unit(Team& team, const std::vector<Segment>& segments, int64_t columns, int64_t size, Work&& work) {
-    const int64_t block = size * kMostColumns * int64_t(sizeof(T)) <= kPanelBytes ? kMostColumns : kMostColumns / 2;
+    const int64_t bytes = size * kMostColumns * int64_t(sizeof(T));
+    const int64_t block = bytes <= kPanelBytes ? kMostColumns : kMostColumns / 2;
     const int64_t blocks = (columns + block - 1) / block;
     const int64_t units = int64_t(segments.size()) * blocks;
     const int64_t grain = std::clamp<int64_t>(units / (16 * team.size), 1, 4);  // neighbours: memory in order
@@ -185,8 +186,8 @@ struct Routed {
                                int64_t j_next) {
         const T* rows = matrix.packed() ? arranged : z;
         const int64_t stride = matrix.packed() ? in_arranged : in;
-        matrix.product(
-            pairs, m, [&](int64_t i) { return rows + token[begin + i] * stride; }, j0, n, panel, c, n, next, j_next);
+        const auto row = [&](int64_t i) { return rows + token[begin + i] * stride; };
+        matrix.product(pairs, m, row, j0, n, panel, c, n, next, j_next);
       };
       product(expert.gate, gate_panel, gate, expert.up, j0);
       product(expert.up, up_panel, up, expert.gate, j0 + n);
@@ -202,9 +203,7 @@ struct Routed {
           continue;
         }
         for (int64_t t = 0; t < n; t += kGroupInputs) arrange_group(made + t, j0 + t, row);
-        const T none[kGroupInputs] = {};
-        if (j0 + n == moe.width)
-          for (int64_t k = moe.width; k < hidden_stride; k += kGroupInputs) arrange_group(none, k, row);
+        if (j0 + n == moe.width) end_arranged(moe.width, row);
       }
     }
   }
@@ -220,8 +219,8 @@ struct Routed {
     for (int64_t begin = s.begin; begin < s.end; begin += kBlockRows) {
       const int64_t m = std::min(kBlockRows, s.end - begin);
       const T* rows = hidden + (begin - first) * hidden_stride;
-      down.product(
-          pairs, m, [&](int64_t i) { return rows + i * hidden_stride; }, j0, n, panel, c, n, down, j0 + n);
+      const auto row = [&](int64_t i) { return rows + i * hidden_stride; };
+      down.product(pairs, m, row, j0, n, panel, c, n, down, j0 + n);
       for (int64_t i = 0; i < m; ++i)
         each_lanes(n, [&](int64_t t, auto&& load_some, auto&& store_some) {
           store_some(outputs + (begin + i - first) * in + j0 + t, load_some(c + i * n + t));
@@ -262,7 +261,9 @@ struct Routed {
     for (; i + kLanes <= n; i += kLanes)
       f(i, [](const auto* p) { return load(p); }, [](auto* p, Floats v) { store(p, v); });
     if (const int rest = int(n - i))
-      f(i, [=](const auto* p) { return load_part(p, rest); }, [=](auto* p, Floats v) { store_part(p, v, rest); });
+      f(
+          i, [=](const auto* p) { return load_part(p, rest); },
+          [=](auto* p, Floats v) { store_part(p, v, rest); });
   }
 };
 
@@ -335,7 +336,8 @@ void bind_moe(nb::module_& m) {
   nb::class_<Moe>(m, "Moe")
       .def(nb::init<const Router&, std::optional<Tensor>, std::optional<Tensor>, std::optional<Tensor>, float,
                     const Ffn*, Activation>(),
-           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg())
+           nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(),
+           nb::arg())
       .def("provide", &Moe::provide);
   m.def("routed_experts", &routed_experts, Unlocked());
   m.def("moe_output", &moe_output, Unlocked());

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longspan.config import ActivationConfig
+from longspan.errors import CheckpointError
 from longspan.formats.mx import quantize_mxfp4
 from longspan.ops import moe as reference
 from longspan.ops.ffn import FfnWeights
@@ -312,3 +313,26 @@ def test_the_smallest_and_the_largest_scales_are_exact() -> None:
     want = reference.routed_experts(x, weights)
     assert want.isfinite().all() and want.abs().amax() > 1e9
     assert_close(native.routed_experts(x, weights), want)
+
+
+@pytest.mark.parametrize("exponent", [32, 127, 252, 253, 254])
+def test_any_exponent_that_bfloat16_holds_is_exact(exponent: int) -> None:
+    torch.manual_seed(7)
+    weights = make_moe(torch.bfloat16, hidden=128, latent=None, width=128, experts=1, top_k=1)
+    down = weights.bank[0].down
+    assert isinstance(down, MxfpWeight)
+    down.packed.bitwise_and_(0x99)  # 0 and 1/2, of both signs
+    down.scale.fill_(exponent)
+    x = (torch.randn(3, 128) * 2.0**-8).bfloat16()
+    want = reference.routed_experts(x.float(), weights).bfloat16()
+    assert want.isfinite().all() and want.count_nonzero()
+    assert_close(native.routed_experts(x, weights), want)
+
+
+def test_a_nan_exponent_is_an_error() -> None:
+    weights = make_moe(torch.bfloat16, experts=1, top_k=1)
+    gate = weights.bank[0].gate
+    assert isinstance(gate, MxfpWeight)
+    gate.scale[3, 0] = 255
+    with pytest.raises(CheckpointError, match="255"):
+        native.routed_experts(torch.randn(1, 48).bfloat16(), weights)

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.formats.mx import dequantize_mxfp4
 from longspan.ops.moe import ExpertWeights, MoeWeights, MxfpWeight
 from longspan.ops.native.dense import ffn_handle
 from longspan.ops.native.extension import extension
 from longspan.ops.native.handles import contiguous, kept, native_activation
+
+LARGEST_EXPONENT = 252  # of a packed matrix as the kernel takes it; only corrupt files go beyond
 
 
 def routed_experts(x: Tensor, weights: MoeWeights) -> Tensor:
@@ -55,6 +58,8 @@ def _matrices(expert: ExpertWeights, dtype: torch.dtype) -> list[Any]:
 
 
 def _matrix(weight: MxfpWeight | Tensor, dtype: torch.dtype) -> Any:
+    if isinstance(weight, MxfpWeight) and int(weight.scale.max()) > LARGEST_EXPONENT:
+        weight = dequantize_mxfp4(weight.packed, weight.scale, dtype)
     if isinstance(weight, MxfpWeight):
         return extension().ExpertMatrix(contiguous(weight.packed), contiguous(weight.scale))
     weight = weight.to(dtype)
