@@ -15,8 +15,8 @@ from longspan.model.decoder import Decoder
 from longspan.ops.backend import backends
 
 TOLERANCE = 2e-3
-# The golden weights amplify float32 noise: a row in a hundred is off by up to this, in torch alone too when the
-# prompt comes in chunks.
+# The golden weights amplify float32 noise: a row in a hundred is off by up to this, in torch alone too when
+# the prompt comes in chunks.
 AMPLIFIED = 1e-2
 NEAR_TIE = 1e-5
 
