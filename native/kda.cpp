@@ -124,13 +124,17 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
     }
     kda_output(w, rows, head, first, count, scratch.o);
   } else {
-    KdaChunk<T> chunk(width, scratch.chunk);
-    for (int64_t done = 0; done < count; done += chunk.kChunk) {
-      const int64_t n = std::min(chunk.kChunk, count - done);
-      input.read(n, r);
-      chunk.run(n, r, s, scratch.o);
-      kda_output(w, rows, head, first + done, n, scratch.o);
-    }
+    const auto chunks = [&]<class Factor>(Factor) {
+      KdaChunk<Factor> chunk(width, scratch.chunk);
+      for (int64_t done = 0; done < count; done += chunk.kChunk) {
+        const int64_t n = std::min(chunk.kChunk, count - done);
+        input.read(n, r);
+        chunk.run(n, r, s, scratch.o);
+        kda_output(w, rows, head, first + done, n, scratch.o);
+      }
+    };
+    // The norm over a narrow head magnifies what bfloat16 factors lose where o is small.
+    dim < kLanes ? chunks(float{}) : chunks(T{});
   }
   input.save(window, memory.window_row);
   if (!whole) copy_state(s.data, s.stride, home, memory.state_key, dim);
