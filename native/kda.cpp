@@ -118,7 +118,8 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
   KdaInput<T> input(w, rows, head, first, begins ? nullptr : window, memory.window_row, scratch.raw);
   const HeadRows& r = scratch.rows;
   constexpr bool exact = std::is_same_v<T, float>;
-  const bool by_token = exact || batch.length(piece.seq) <= kRecurrent;
+  // The norm over a narrow head magnifies what bfloat16 factors lose where o is small.
+  const bool by_token = exact || dim < kLanes || batch.length(piece.seq) <= kRecurrent;
   KdaChunk<T> chunk(width, scratch.chunk);
   for (int64_t done = 0; done < count; done += chunk.kChunk) {
     const int64_t n = std::min(chunk.kChunk, count - done);

@@ -81,7 +81,7 @@ inline Ints lane_index() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
 // x * 2^n for whole n of -150 to 128.
 inline Floats times_power(Floats x, Floats n) {
 #ifdef __AVX512F__
-  return Floats(_mm512_scalef_ps(__m512(x), __m512(n)));
+  return Floats(_mm512_maskz_scalef_ps(0xffff, __m512(x), __m512(n)));
 #else
   // In two steps, so that neither end of the range overflows on the way.
   const Ints whole = __builtin_convertvector(n, Ints);

@@ -107,8 +107,7 @@ LENGTHS = st.one_of(
 def test_ragged_steps_over_poisoned_slots_equal_the_reference(
     dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    # At dim 1 the norm makes a sign of the smallest value: no rounding can be told from another.
-    shape = data.draw(st.sampled_from(SHAPES if dtype == torch.float32 else SHAPES[1:]))
+    shape = data.draw(st.sampled_from(SHAPES))
     bound = data.draw(st.sampled_from([-5.0, None]))
     torch.manual_seed(data.draw(st.integers(0, 9)))
     weights = make_weights(shape, dtype, bound, data.draw(st.booleans()))
