@@ -25,26 +25,20 @@ constexpr int64_t kColumnBytes = 64 << 10;  // of weights in one block
 constexpr int64_t kRowBytes = 256 << 10;    // of rows in one block
 constexpr int64_t kColumnGrain = 16;        // a whole number of tiles
 
-// How one product is cut into units. Few rows: the weights stream from memory, and a unit is a long run of
-// columns, each the share of a thread in half of what is left, down to the grain. Many rows: blocks that
-// fit the cache. The cut never changes a result.
+// How one product is cut into units. Few rows: the weights stream from memory, and units are long runs of
+// columns: half of them shared out evenly, then half of the rest, down to the grain, so that nobody waits long
+// for the last. Many rows: blocks that fit the cache. The cut never changes a result.
 struct Blocks {
-  static constexpr int kMostRuns = 40;
-  int64_t rows = 0, columns = 0;  // of one block
-  int64_t across = 0;             // blocks side by side; 0: there are runs instead
+  int64_t rows = 0, columns = 0;  // of the product; of a block, if there are blocks
+  int64_t across = 0;             // blocks side by side; 0: there are runs
+  int64_t threads = 1, last = 0;  // of runs: so many on each level, the last level
   int64_t units = 0;
-  int64_t run[kMostRuns + 1];  // where the runs begin
 
   Blocks() = default;
-  Blocks(int64_t m, int64_t n, int64_t k, int64_t bytes, int threads) {
+  Blocks(int64_t m, int64_t n, int64_t k, int64_t bytes, int threads) : rows(m), columns(n), threads(threads) {
     if (m <= 8 * kTileRows) {
-      const float share = 0.5f / float(threads);
-      for (int64_t at = 0; at < n; ++units) {
-        run[units] = at;
-        const int64_t size = int64_t(float(n - at) * share) / kColumnGrain * kColumnGrain;
-        at = units == kMostRuns - 1 ? n : std::min(n, at + std::max(size, kColumnGrain));
-      }
-      run[units] = n;
+      while (n >> last > 2 * kColumnGrain * threads) ++last;
+      units = (last + 1) * threads;
       return;
     }
     const auto round = [](int64_t x, int64_t to) { return std::max(to, x / to * to); };
@@ -54,13 +48,23 @@ struct Blocks {
     units = across * ((m + rows - 1) / rows);
   }
 
-  // Calls work(i0, i1, j0, j1) with what unit `u` of an m x n product is.
+  // Calls work(i0, i1, j0, j1) with what unit `u` of an m x n product is; some runs are empty.
   template <class Work>
   void unit(int64_t u, int64_t m, int64_t n, Work&& work) const {
-    if (!across) return work(0, m, run[u], run[u + 1]);
+    if (!across) {
+      const int64_t level = u / threads, begin = level_begin(level), end = level < last ? level_begin(level + 1) : n;
+      const int64_t run = aligned((end - begin + threads - 1) / threads + kColumnGrain - 1);
+      const int64_t j0 = begin + u % threads * run, j1 = std::min(end, j0 + run);
+      if (j0 < j1) work(0, m, j0, j1);
+      return;
+    }
     const int64_t i0 = u / across * rows, j0 = u % across * columns;  // rows stay in L2 while columns pass
     work(i0, std::min(i0 + rows, m), j0, std::min(j0 + columns, n));
   }
+
+ private:
+  static int64_t aligned(int64_t j) { return j / kColumnGrain * kColumnGrain; }
+  int64_t level_begin(int64_t level) const { return aligned(columns - (columns >> level)); }
 };
 
 template <class T, class Out>
