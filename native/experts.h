@@ -295,7 +295,7 @@ class ExpertMatrix {
     for (int64_t j = 0; j < n; ++j) detail::unpack(row(j0 + j), cols(), panel + j * size);
   }
 
-  // c [m][stride] of rows x(i), i < m, of the `rows` in all; rows are arranged if the matrix is packed. What the
+  // c [m][stride] of rows x(i), i < m, of `rows` in all; they are arranged if the matrix is packed. What the
   // caller reads afterwards, the rows of `next` from `j_next` on, is prefetched.
   template <class T, class Rows>
   void product(int64_t rows, int64_t m, Rows&& x, int64_t j0, int64_t n, const T* panel, float* c,
