@@ -20,6 +20,7 @@ $(VENV)/.installed: pyproject.toml $(wildcard native/*)
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	  { echo "Python's venv module is missing. On Debian: apt-get install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing dependencies and compiling the kernels for each instruction set: some minutes, without output."
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 

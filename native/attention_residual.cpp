@@ -159,11 +159,11 @@ void attention_residual(Dtype dtype, int64_t rows, int64_t width, const std::vec
     auto* partials = workspace.take<Partial>(r.count * ((width + kPiece - 1) / kPiece));
     // Below this a region costs more than the row.
     if (rows == 1 && r.count > 1 && r.count * width >= 16 * kPiece)
-      pool().run([&](Team& team) { run_lone_row(team, r, partials); });
+      pool()->run([&](Team& team) { run_lone_row(team, r, partials); });
     else if (rows * r.count * width < 16 * kPiece)
       Pool::alone([&](Team& team) { run_rows(team, r, rows); });
     else
-      pool().run([&](Team& team) { run_rows(team, r, rows); });
+      pool()->run([&](Team& team) { run_rows(team, r, rows); });
   });
 }
 

@@ -8,7 +8,7 @@ void ffn(const Ffn& weights, int64_t rows, Address x, Address out) {
   with_dtype(weights.gate.dtype, [&]<class T>(T) {
     Workspace workspace;
     auto* hidden = workspace.take<T>(rows * weights.gate.rows);
-    pool().run([&](Team& team) {
+    pool()->run([&](Team& team) {
       weights.expand(team, rows, at<const T>(x), hidden);
       team.barrier();
       weights.contract(team, rows, hidden, at<T>(out));

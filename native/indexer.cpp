@@ -82,7 +82,7 @@ struct Selection {
       keys.find(table, at, int(std::min<int64_t>(kKeyBlock, end - at)), block);
     };
     auto *block = &found[0], *next = &found[1];
-    find(begin, *block);
+    if (begin < end) find(begin, *block);
     for (int64_t at = begin; at < end; at += kKeyBlock, std::swap(block, next)) {
       const bool more = at + kKeyBlock < end;
       if (more) find(at + kKeyBlock, *next);
@@ -114,12 +114,12 @@ struct Selection {
       return;
     }
     // A piece must be longer than what is chosen from it, or choosing twice is the work.
-    const int64_t wanted = kUnitsPerThread * pool().size() / int64_t(blocks.size());
+    const int64_t wanted = kUnitsPerThread * pool()->size() / int64_t(blocks.size());
     const int64_t pieces = std::min(wanted, most / (4 * top_k));
     if (pieces > 1)
       run_pieces(blocks, rows, pieces);
     else
-      pool().run([&](Team& team) { run_whole(team, blocks); });
+      pool()->run([&](Team& team) { run_whole(team, blocks); });
   }
 
   void run_whole(Team& team, const std::vector<RowBlock>& blocks) const {
@@ -144,7 +144,7 @@ struct Selection {
       first_of.push_back(ordinal);
       for (int64_t row = block.begin; row < block.end; ++row) row_of[ordinal++] = row;
     }
-    pool().run([&](Team& team) {
+    pool()->run([&](Team& team) {
       team.claim(int64_t(blocks.size()), 1, [&](int64_t b, int64_t) {
         prepare(blocks[b].begin, blocks[b].end, prepared + first_of[b] * keys.row_words());
       });
@@ -153,7 +153,7 @@ struct Selection {
         const int64_t b = unit / pieces, piece = unit % pieces;
         const int64_t end = batch.visible[blocks[b].end - 1];
         const int64_t length = ((end + pieces - 1) / pieces + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-        const int64_t begin = piece * length;
+        const int64_t begin = std::min(piece * length, end);  // the last pieces may be empty
         const uint32_t* queries = prepared + first_of[b] * keys.row_words();
         scan(blocks[b], queries, begin, std::min(begin + length, end), [&](int64_t row, TopK& best) {
           best.finish();

@@ -149,9 +149,10 @@ void run(const Kda& w, const KdaMemory& memory, const Batch& batch, const T* x, 
   T* low_forget = workspace.take<T>(most * forget_rank);
   T* low_gate = workspace.take<T>(most * gate_rank);
   const int64_t scratch_size = HeadScratch<T>::size(w);
-  float* scratch = workspace.take<float>(pool().size() * scratch_size);
+  const auto threads = pool();
+  float* scratch = workspace.take<float>(threads->size() * scratch_size);
 
-  pool().run([&](Team& team) {
+  threads->run([&](Team& team) {
     const HeadScratch<T> mine(w, scratch + team.rank * scratch_size);
     for (const Segment& segment : batch.segments) {
       const int64_t m = segment.count;

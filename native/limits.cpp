@@ -20,7 +20,7 @@ double read_bandwidth(Address address, int64_t bytes) {
   const float* p = at<const float>(address);
   std::atomic<float> sink{0};
   const double seconds = seconds_of([&] {
-    pool().run([&](Team& team) {
+    pool()->run([&](Team& team) {
       Floats sums[8] = {};
       team.claim(bytes / 512, 2048, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin * 128; i < end * 128; i += 128)
@@ -38,8 +38,9 @@ double read_bandwidth(Address address, int64_t bytes) {
 template <class Accumulator, class Vector>
 double peak(int64_t rounds, double operations, auto&& step) {
   constexpr int kChains = 16;
+  const auto threads = pool();
   const double seconds = seconds_of([&] {
-    pool().run([&](Team&) {
+    threads->run([&](Team&) {
       Accumulator acc[kChains] = {};
       Vector a{}, b{};
       // Opaque, or the compiler sees that all chains are one.
@@ -51,7 +52,7 @@ double peak(int64_t rounds, double operations, auto&& step) {
       for (int c = 0; c < kChains; ++c) asm volatile("" : "+v"(acc[c]));
     });
   });
-  return operations * kChains * double(rounds) * pool().size() / seconds / 1e9;
+  return operations * kChains * double(rounds) * threads->size() / seconds / 1e9;
 }
 
 #ifdef __AVX512VNNI__

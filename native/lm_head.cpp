@@ -6,7 +6,7 @@ namespace {
 
 void lm_head(const Weight& weight, int64_t rows, Address x, Address out) {
   with_dtype(weight.dtype, [&]<class T>(T) {
-    pool().run([&](Team& team) {
+    pool()->run([&](Team& team) {
       multiply<T, float>(team, rows, {{at<const T>(x), weight.cols, weight, at<float>(out), weight.rows}});
     });
   });

@@ -247,7 +247,7 @@ void mla_prologue(const Mla& w, const MlaPages& pages, int64_t rows, Address x, 
         .index_query = at<T>(index_query),
         .index_weight = at<float>(index_weight),
     };
-    pool().run([&](Team& team) { prologue.run(team); });
+    pool()->run([&](Team& team) { prologue.run(team); });
   });
 }
 
@@ -322,7 +322,7 @@ void mla_epilogue(const Mla& w, int64_t rows, Address latent_out, Address x, Add
         .attended = workspace.take<T>(rows * w.output.cols),
         .out = at<T>(out),
     };
-    pool().run([&](Team& team) { epilogue.run(team); });
+    pool()->run([&](Team& team) { epilogue.run(team); });
   });
 }
 

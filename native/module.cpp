@@ -62,7 +62,7 @@ NB_MODULE(LONGSPAN_MODULE, m) {
       .def(nb::init<int64_t, int64_t, Address, Address, Address, int64_t, Address, Address>());
   m.def("supported", &supported);
   m.def("keep_freed_memory", &keep_freed_memory);
-  m.def("num_threads", [] { return pool().size(); });
+  m.def("num_threads", [] { return pool()->size(); });
   m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("cpus") = std::vector<int>{}, Unlocked());
   bind_attention_residual(m);
   bind_ffn(m);

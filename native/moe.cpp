@@ -141,7 +141,7 @@ struct Routed {
         const int64_t begin = std::max(first, starts[e]), end = std::min(last, starts[e + 1]);
         if (begin < end) segments.push_back({&*moe.bank[e], begin, end});
       }
-      pool().run([&](Team& team) {
+      pool()->run([&](Team& team) {
         each_unit(team, segments, moe.width, 2 * in_arranged,
                   [&](const Segment& s, int64_t j, int64_t n) { expand(s, j, n); });
         team.barrier();
@@ -270,7 +270,7 @@ struct Routed {
 std::vector<int64_t> routed_experts(const Moe& moe, int64_t tokens, Address x, Address out) {
   return with_dtype(moe.dtype(), [&]<class T>(T) {
     Routed<T> routed(moe, tokens, at<const T>(x), at<T>(out));
-    pool().run([&](Team& team) { routed.route(team); });
+    pool()->run([&](Team& team) { routed.route(team); });
     routed.sort();
     if (routed.missing.empty()) routed.compute();
     return std::move(routed.missing);
@@ -324,7 +324,7 @@ struct Output {
 void moe_output(const Moe& moe, int64_t tokens, Address r, Address x, Address out) {
   with_dtype(moe.dtype(), [&]<class T>(T) {
     Output<T> output(moe, tokens, at<const T>(r), at<const T>(x), at<T>(out));
-    pool().run([&](Team& team) { output.run(team); });
+    pool()->run([&](Team& team) { output.run(team); });
   });
 }
 

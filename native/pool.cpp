@@ -104,25 +104,33 @@ void Pool::work(int rank) {
 }
 
 namespace {
+
 std::mutex instance_lock;
-std::unique_ptr<Pool> instance;
+std::shared_ptr<Pool> instance;
 pid_t instance_process = 0;
+
+// A fork has the pool but none of its threads, which nobody can join: it is left where it is.
+void leave_behind_in_fork() {
+  if (instance && instance_process != getpid()) new std::shared_ptr<Pool>(std::move(instance));
+}
+
 }  // namespace
 
-Pool& pool() {
+std::shared_ptr<Pool> pool() {
   std::lock_guard lock(instance_lock);
-  if (instance && instance_process != getpid()) instance.release();  // a fork has no threads: leave them
+  leave_behind_in_fork();
   if (!instance) {
-    instance = std::make_unique<Pool>(cores(), std::vector<int>{});
+    instance = std::make_shared<Pool>(cores(), std::vector<int>{});
     instance_process = getpid();
   }
-  return *instance;
+  return instance;
 }
 
 void set_threads(int threads, std::vector<int> cpus) {
+  auto fresh = std::make_shared<Pool>(threads, std::move(cpus));
   std::lock_guard lock(instance_lock);
-  if (instance && instance_process != getpid()) instance.release();
-  instance = std::make_unique<Pool>(threads, std::move(cpus));
+  leave_behind_in_fork();
+  std::swap(instance, fresh);  // the old one ends when the last operator lets go of it
   instance_process = getpid();
 }
 

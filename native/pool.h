@@ -102,8 +102,9 @@ class Pool {
   std::vector<std::thread> threads_;
 };
 
-// The pool of the process: as many threads as the process has cores, until `set_threads` says otherwise.
-Pool& pool();
+// The pool of the process: as many threads as the process has cores, until `set_threads` says otherwise. An
+// operator keeps hold of the one it began with: another may take its place meanwhile.
+std::shared_ptr<Pool> pool();
 void set_threads(int threads, std::vector<int> cpus);
 
 }  // namespace longspan

@@ -266,7 +266,7 @@ struct Row {
 
 void sample(int64_t rows, int64_t vocab, Address logits, Address temperature, Address top_k, Address top_p,
             Address min_p, Address uniforms, Address tokens) {
-  pool().run([&](Team& team) {
+  pool()->run([&](Team& team) {
     team.claim(rows, 1, [&](int64_t r, int64_t) {
       Row row{.logits = at<const float>(logits) + r * vocab,
               .vocab = vocab,
@@ -286,7 +286,7 @@ void apply_penalties(int64_t num_rows, int64_t vocab, Address logits, int64_t n,
   constexpr int64_t kCopied = 1 << 16, kGrain = 1024;
   const auto* from = at<const float>(logits);
   auto* to = at<float>(out);
-  pool().run([&](Team& team) {
+  pool()->run([&](Team& team) {
     team.claim(num_rows * vocab, kCopied, [&](int64_t begin, int64_t end) {
       std::memcpy(to + begin, from + begin, (end - begin) * sizeof(float));
     });

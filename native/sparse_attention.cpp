@@ -58,7 +58,8 @@ class Attention {
     for (const Block& b : blocks) work += b.work;
     if (work * (width + rank) < kAloneWork)
       return Pool::alone([&](Team& team) { attend(team, blocks, blocks.begin(), nullptr, nullptr); });
-    const int threads = pool().size();
+    const auto team_pool = pool();
+    const int threads = team_pool->size();
     const auto spread = std::stable_partition(blocks.begin(), blocks.end(), [&](const Block& b) {
       return threads > 1 && b.pieces() > 1 && b.work * 4 * threads > work;
     });
@@ -68,7 +69,7 @@ class Attention {
     Workspace workspace;
     auto* states = workspace.take<Softmax>(room + kBlockLines);
     auto* partial = workspace.take<float>(room * rank);
-    pool().run([&](Team& team) { attend(team, blocks, spread, states, partial); });
+    team_pool->run([&](Team& team) { attend(team, blocks, spread, states, partial); });
   }
 
  private:

@@ -10,9 +10,10 @@ isa=${2:-avx512}
 cd "$(dirname "$0")/.."
 root=$PWD
 python=${PYTHON:-$root/.venv/bin/python}
+export PATH="$(dirname "$python"):$PATH"
 build=build/sanitize-$kind-$isa
 
-cmake -S native -B "$build/cmake" -DLONGSPAN_ISAS="$isa" -DLONGSPAN_SANITIZE="$kind" -DPython_EXECUTABLE="$python"
+cmake -S native -B "$build/cmake" -G Ninja -DLONGSPAN_ISAS="$isa" -DLONGSPAN_SANITIZE="$kind" -DPython_EXECUTABLE="$python"
 cmake --build "$build/cmake" -j "$(nproc)"
 rm -rf "$build/package"
 mkdir -p "$build/package"

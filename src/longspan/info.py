@@ -36,7 +36,7 @@ def collect() -> dict[str, str | int]:
 
     from longspan.memory.plan import available_memory, show_bytes
     from longspan.ops.backend import select_backend
-    from longspan.ops.native.extension import ISAS, choose, is_built
+    from longspan.ops.native.extension import built_for, choose
     from longspan.ops.native.threads import default_threads
 
     chosen = choose()
@@ -45,7 +45,7 @@ def collect() -> dict[str, str | int]:
         "backend": select_backend().name,
         "instruction_set": chosen.isa or "that of torch",
         "because": chosen.reason,
-        "built_for": ", ".join(isa for isa in ISAS if is_built(isa)) or "nothing",
+        "built_for": ", ".join(built_for()) or "nothing",
         "processor": processor_name(),
         "threads": f"{default_threads()} of {os.cpu_count()} processors",
         "free_memory": show_bytes(available_memory()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -75,14 +76,14 @@ def _illegal(name: str, value: Any, legal: str) -> CapacityError:
 
 def parse_cpus(cpus: str | Iterable[int]) -> tuple[int, ...]:
     """Numbers of processors, given as such or like "0,2-5". Raises CapacityError."""
-    if not isinstance(cpus, str):
-        return tuple(cpus)
     numbers: list[int] = []
-    for part in filter(None, cpus.split(",")):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal() and int(last or first) - int(first) >= 0):
+    parts = cpus.split(",") if isinstance(cpus, str) and cpus else cpus
+    for part in parts:
+        found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(part))
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last or isinstance(part, bool):
             raise _illegal("cpus", cpus, "a list like 0,2-5")
-        numbers += range(int(first), int(last or first) + 1)
+        numbers += range(first, last + 1)
     return tuple(numbers)
 
 

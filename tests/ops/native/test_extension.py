@@ -37,7 +37,7 @@ for run in [("float32", "native"), ("bfloat16", "native"), ("bfloat16", "torch")
 def test_each_instruction_set_computes_what_torch_does(isa: str, tiny_dir: Path) -> None:
     module = choose().module
     assert module
-    if not extension.is_built(isa) or isa not in module.supported():
+    if isa not in extension.built_for() or isa not in module.supported():
         pytest.skip(f"{isa} is not built or this processor lacks it")
     environment = os.environ | {"LONGSPAN_ISA": isa}
     result = subprocess.run(
@@ -48,8 +48,10 @@ def test_each_instruction_set_computes_what_torch_does(isa: str, tiny_dir: Path)
     assert exact < 1e-3 and rounded < 2 * rounded_by_torch
 
 
-def fresh(monkeypatch: pytest.MonkeyPatch, built: dict, wanted: str = "") -> extension.Choice:
-    monkeypatch.setattr(extension, "_import", built.get)
+def fresh(
+    monkeypatch: pytest.MonkeyPatch, built: dict, wanted: str = "", broken: dict | None = None
+) -> extension.Choice:
+    monkeypatch.setattr(extension, "_modules", lambda: (built, broken or {}))
     monkeypatch.setenv(extension.ISA_VARIABLE, wanted)
     return choose.__wrapped__()
 
@@ -69,6 +71,22 @@ def test_a_wish_that_cannot_be_met_is_an_error(monkeypatch) -> None:
         fresh(monkeypatch, dict.fromkeys(ISAS, module("avx2")), "avx512")
 
 
-def test_without_modules_the_reason_is_told(monkeypatch) -> None:
+def test_without_modules_the_reason_is_told_and_a_wish_refused(monkeypatch) -> None:
     assert "compiler" in fresh(monkeypatch, {}).reason
-    assert "this processor runs portable" in fresh(monkeypatch, {"avx512": module()}).reason
+    assert fresh(monkeypatch, {"avx512": module()}).reason == "built are avx512"
+    assert (
+        "avx2 does not load: no such symbol"
+        in fresh(monkeypatch, {}, broken={"avx2": "no such symbol"}).reason
+    )
+    with pytest.raises(ConfigError, match="LONGSPAN_ISA is 'avx2'; this installation has no native"):
+        fresh(monkeypatch, {}, "avx2")
+
+
+def test_a_module_that_does_not_load_is_told_from_one_that_is_not_there(monkeypatch, tmp_path: Path) -> None:
+    import longspan
+
+    (tmp_path / "_native_nonsense.so").write_bytes(b"no library")
+    monkeypatch.setattr(longspan, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(extension, "ISAS", ("absent", "nonsense"))
+    built, broken = extension._modules()
+    assert not built and list(broken) == ["nonsense"] and broken["nonsense"]

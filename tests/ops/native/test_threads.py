@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -69,3 +70,22 @@ def test_a_forked_process_computes_too(with_threads) -> None:
     if not child:
         os._exit(0 if torch.equal(product(), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_the_pool_may_be_replaced_while_others_compute(with_threads) -> None:
+    expected, wrong = product(), []
+
+    def compute() -> None:
+        for _ in range(300):
+            if not torch.equal(product(), expected):
+                wrong.append(1)
+
+    workers = [threading.Thread(target=compute) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for threads in (1, 2, 3, 4) * 5:
+        with_threads(threads)
+    for worker in workers:
+        worker.join(timeout=120)
+        assert not worker.is_alive()
+    assert not wrong

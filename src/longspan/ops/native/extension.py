@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from dataclasses import dataclass
 from functools import cache
@@ -27,35 +28,49 @@ class Choice:
 @cache
 def choose() -> Choice:
     """The choice of this process. ConfigError if LONGSPAN_ISA asks for what can't be had."""
-    built = {isa: module for isa in ISAS if (module := _import(isa)) is not None}
-    if not built:
-        return Choice(None, None, "this installation has no native operators: it found no C++ compiler")
-    runs = next(iter(built.values())).supported()
-    usable = [isa for isa in built if isa in runs]
+    built, broken = _modules()
     wanted = os.environ.get(ISA_VARIABLE)
+    runs = next(iter(built.values())).supported() if built else []
+    usable = [isa for isa in built if isa in runs]
+    if wanted and wanted not in usable:
+        raise ConfigError(
+            f"{ISA_VARIABLE} is {wanted!r}; {_found(built, broken)}, "
+            f"this processor runs {', '.join(runs) or 'none of them'}.",
+            remedy=f"Legal here: {', '.join(usable) or 'none'}.",
+        )
     if wanted:
-        if wanted not in usable:
-            raise ConfigError(
-                f"{ISA_VARIABLE} is {wanted!r}; built are {', '.join(built)}, "
-                f"this processor runs {', '.join(runs)}.",
-                remedy=f"Legal here: {', '.join(usable) or 'none'}.",
-            )
         return Choice(built[wanted], wanted, f"{ISA_VARIABLE} asks for it")
     if not usable:
-        return Choice(None, None, f"built are {', '.join(built)}, this processor runs {', '.join(runs)}")
+        return Choice(None, None, _found(built, broken))
     best = usable[-1]
     return Choice(built[best], best, f"the best of {', '.join(usable)} that this processor runs")
 
 
-def is_built(isa: str) -> bool:
-    return _import(isa) is not None
+def built_for() -> list[str]:
+    """Instruction sets whose modules can be loaded."""
+    return list(_modules()[0])
 
 
-def _import(isa: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(f"longspan._native_{isa}")
-    except ImportError:
-        return None
+def _found(built: dict[str, ModuleType], broken: dict[str, str]) -> str:
+    if not built and not broken:
+        return "this installation has no native operators: it found no C++ compiler"
+    told = [f"built are {', '.join(built)}"] if built else []
+    return "; ".join(told + [f"the module for {isa} does not load: {why}" for isa, why in broken.items()])
+
+
+def _modules() -> tuple[dict[str, ModuleType], dict[str, str]]:
+    """The modules that load, and why others don't."""
+    built: dict[str, ModuleType] = {}
+    broken: dict[str, str] = {}
+    for isa in ISAS:
+        name = f"longspan._native_{isa}"
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            built[isa] = importlib.import_module(name)
+        except ImportError as error:
+            broken[isa] = str(error)
+    return built, broken
 
 
 def extension() -> Any:
