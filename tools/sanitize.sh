@@ -3,7 +3,8 @@
 #
 # The sanitized module lives in build/sanitize-*, beside a copy of the package; -S keeps Python from finding
 # the installed one. Python, torch and OpenMP are not instrumented: leaks of theirs and their own locks are
-# not reported.
+# not reported. -s, so that pytest does not swallow a report before the process ends; its frames have names where
+# llvm-symbolizer is installed.
 set -euo pipefail
 kind=${1:?address, undefined or thread}
 isa=${2:-avx512}
@@ -31,4 +32,4 @@ export PYTHONPATH="$root/$build/package:$packages" OMP_NUM_THREADS=1 LONGSPAN_IS
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 export TSAN_OPTIONS="halt_on_error=1:suppressions=$root/tools/tsan.supp"
 LD_PRELOAD="$("${CXX:-g++}" -print-file-name=$runtime)" \
-  "$python" -S -m pytest -q -p no:cacheprovider "${@:3}" tests/ops/native -k "not fork and not instruction_set and not idle"
+  "$python" -S -m pytest -q -s -p no:cacheprovider "${@:3}" tests/ops/native -k "not fork and not instruction_set and not idle"

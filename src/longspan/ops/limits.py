@@ -48,7 +48,7 @@ def machine_limits(memory: Tensor | None = None) -> MachineLimits:
 def weight_bytes(weight: Tensor) -> Tensor:
     """All bytes that lie in memory with `weight`: of one that is mapped, its whole file, as uint8."""
     storage = weight.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))  # pyright: ignore
 
 
 def _native_limits(native: Any, memory: Tensor) -> MachineLimits:

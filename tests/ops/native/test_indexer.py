@@ -261,3 +261,15 @@ def test_keys_of_another_dtype_than_the_queries_are_refused() -> None:
         index_select(torch.rand(3, 2, 4, dtype=torch.bfloat16), torch.rand(3, 2), view, batch, 1)
     with pytest.raises(ValueError, match="view with index keys"):
         index_select(torch.rand(3, 2, 4), torch.rand(3, 2), MlaView(torch.empty(0), None), batch, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_pieces_than_keys_leave_some_empty(kind: str) -> None:
+    extension().set_threads(40)
+    torch.manual_seed(0)
+    tables = Tables(1, 300, page_size=1)
+    keys = torch.randn(300, 128).to(query_dtype(kind)).float()
+    batch = tables.batch([0], [1], [299])
+    query = torch.randn(1, 64, 128).to(query_dtype(kind))
+    weight, view = torch.rand(1, 64), view_of(kind, tables, [keys])
+    assert torch.equal(index_select(query, weight, view, batch, 1), reference(query, weight, view, batch, 1))
