@@ -112,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output (head, less) has left; the flush at exit must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a file that can't be written, a full disk
+        print(f"longspan {args.command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

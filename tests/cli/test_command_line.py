@@ -189,3 +189,8 @@ def test_info_says_what_computes_and_why(capsys: pytest.CaptureFixture[str]) -> 
     assert found["backend"] in ("native", "torch") and found["because"]
     assert main(["info"]) == 0
     assert found["processor"] in capsys.readouterr().out
+
+
+def test_a_place_that_cannot_be_written_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["make-checkpoint", "/proc/nowhere", "--shape", "mini"]) == 2
+    assert capsys.readouterr().err.startswith("longspan make-checkpoint: ")
