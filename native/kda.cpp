@@ -3,9 +3,9 @@
 //     q, k, v, b, forget, gate = projections of x;  y = gated norm of the recurrence over them;  out = output y
 //
 // Segment by segment of the rows, four stages: products with x; the second halves of the low ranks; the recurrence,
-// shared out by sequence and head; the product with y. A sequence of at most kRecurrent rows goes token by token, a
-// longer one in chunks; in float32 all go token by token, so that no split of a prompt changes a bit. One without
-// context starts from zeros, one without rows is left alone.
+// shared out by sequence and head; the product with y. Rows go in chunks, at most kRecurrent that are left token by
+// token, so a prompt cut at multiples of the chunk keeps its bits; in float32 all go token by token, and any cut does.
+// A sequence without context starts from zeros, one without rows is left alone.
 #include "kda_recurrence.h"
 #include "workspace.h"
 
@@ -119,12 +119,12 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
   const HeadRows& r = scratch.rows;
   constexpr bool exact = std::is_same_v<T, float>;
   // The norm over a narrow head magnifies what bfloat16 factors lose where o is small.
-  const bool by_token = exact || dim < kLanes || batch.length(piece.seq) <= kRecurrent;
+  const bool narrow = dim < kLanes;
   KdaChunk<T> chunk(width, scratch.chunk);
   for (int64_t done = 0; done < count; done += chunk.kChunk) {
     const int64_t n = std::min(chunk.kChunk, count - done);
     input.read(n, r);
-    if (by_token)
+    if (exact || narrow || n <= kRecurrent)
       kda_recur(dim, width, n, r, s, scratch.o);
     else if constexpr (!exact)
       chunk.run(n, r, s, scratch.o);

@@ -108,6 +108,19 @@ def test_decoding_goes_before_prompts(config: ModelConfig) -> None:
     assert fake.batches[-1].lengths.tolist() == [1, 5]
 
 
+def test_prompts_are_cut_at_the_same_places_whatever_is_in_the_step(config: ModelConfig) -> None:
+    fake = FakeModel(config)
+    engine = make_engine(fake, num_pages=200, chunk=150)
+    for name in "ab":
+        engine.add(make_request(name, [1, 2], max_tokens=20))
+    engine.step()
+    engine.add(make_request("prompt", [3] * 200))
+    engine.step()
+    assert fake.batches[-1].lengths.tolist() == [1, 1, 128]
+    engine.step()
+    assert fake.batches[-1].lengths.tolist() == [1, 1, 72]
+
+
 def test_requests_are_served_in_order_of_arrival(config: ModelConfig) -> None:
     engine = make_engine(FakeModel(config), num_slots=1)
     ended = []

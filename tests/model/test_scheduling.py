@@ -19,6 +19,7 @@ from torch import Tensor
 
 import longspan
 from longspan.model.decoder import FORWARD_PAGE_SIZE, Decoder
+from longspan.ops.backend import backends
 from longspan.ops.batch import KdaView, MlaView
 from longspan.ops.indexer import INDEX_QUERY_BLOCK
 from longspan.ops.kda import CHUNK, RECURRENT_MAX_TOKENS, SEGMENT, TILE
@@ -217,3 +218,43 @@ def test_batches_without_rows_or_sequences_are_fine(kind: str, model_of: Callabl
     assert model.forward([]).shape == (0, 61)
     ids = tokens(8)
     same(host.feed(0, ids, 3), model.forward(ids))
+
+
+needs_native = pytest.mark.skipif(
+    "native" not in backends(), reason="oneDNN rounds otherwise in another batch"
+)
+
+
+@needs_native
+def test_mates_and_cuts_at_multiples_of_64_change_no_bit_in_bfloat16(tiny_dir: Path) -> None:
+    model = longspan.load_model(tiny_dir, dtype="bfloat16")
+    prompts = [tokens(count, 2000, count) for count in (196, 70, 1, 9)]
+    alone = [Host(model, 1, 200).feed(0, prompt, len(prompt)) for prompt in prompts]
+    together = Host(model, 4, 200).step(dict(enumerate(prompts)))
+    assert all(torch.equal(together[s], logits) for s, logits in enumerate(alone))
+    for chunk in (64, 128):
+        assert torch.equal(Host(model, 1, 200).feed(0, prompts[0], chunk), alone[0])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_decoding_in_a_batch_gives_the_bits_of_decoding_alone(dtype: str, tiny_dir: Path) -> None:
+    model = longspan.load_model(tiny_dir, dtype=dtype)
+    prompts = [tokens(count, 2000, count) for count in (100, 65, 3)]
+
+    def decode(chosen: list[int]) -> list[Tensor]:
+        host = Host(model, len(chosen), 110)
+        host.step({s: prompts[p] for s, p in enumerate(chosen)})
+        steps = [host.step({s: [7] for s in range(len(chosen))}) for _ in range(3)]
+        return [torch.cat([step[s] for step in steps]) for s in range(len(chosen))]
+
+    for p, logits in enumerate(decode([0, 1, 2])):
+        assert torch.equal(decode([p])[0], logits)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cut_changes_a_bit_in_float32(kind: str, model_of: Callable[[str], Decoder]) -> None:
+    whole = Host(model_of(kind), 1, 150).feed(0, tokens(130), 130)
+    for chunk in (1, 7, 9, 50):
+        assert torch.equal(Host(model_of(kind), 1, 150).feed(0, tokens(130), chunk), whole)

@@ -20,6 +20,10 @@ from longspan.memory.memory import Memory
 PROMPT_LOGPROB_ROWS = 128
 """Rows of logits a step computes for prompt log-probabilities: bounds memory to this times the vocabulary."""
 
+CUT = 64
+"""Long prompts are cut at multiples of this many of their tokens, whatever else is in the step: operators that
+work in chunks see the same chunks, and the same bits come out. A budget below it cuts anywhere."""
+
 
 @dataclass(frozen=True)
 class Scheduled:
@@ -106,9 +110,14 @@ class _Step:
         self._logprob_rows_left = PROMPT_LOGPROB_ROWS
 
     def add(self, seq: Sequence) -> None:
-        count = min(seq.num_uncomputed, self.tokens_left)
+        limit = self.tokens_left
         if seq.num_missing_prompt_logprobs:
-            count = min(count, self._logprob_rows_left)
+            limit = min(limit, self._logprob_rows_left)
+        count = min(seq.num_uncomputed, limit)
+        if count < seq.num_uncomputed:
+            aligned = count - (seq.num_computed + count) % CUT
+            count = aligned if aligned > 0 else count  # better cut anywhere than let it wait
+        if seq.num_missing_prompt_logprobs:
             self._logprob_rows_left -= count
         if count:
             self.scheduled.append(Scheduled(seq, count))
