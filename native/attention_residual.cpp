@@ -15,7 +15,7 @@ namespace longspan {
 namespace {
 
 constexpr int64_t kPiece = 1024;
-constexpr int kMostSources = 64;
+constexpr int kMostSources = 1024;
 
 struct Partial {  // of one piece of one source
   float squares, scores;

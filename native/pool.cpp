@@ -27,6 +27,7 @@ int cores() {
 }
 
 void pin(int cpu) {
+  if (cpu >= CPU_SETSIZE) return;
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(cpu, &set);

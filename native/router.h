@@ -30,7 +30,7 @@ inline void top_k(const float* scores, int n, int k, int32_t* best) {
 }
 
 struct Router {
-  static constexpr int kMostChosen = 64;
+  static constexpr int kMostChosen = 1024;
 
   Weight gate;  // [experts, hidden]
   Vector bias;  // [experts] float
@@ -47,7 +47,7 @@ struct Router {
         kept_groups(kept_groups),
         renormalize(renormalize),
         factor(factor) {
-    if (chosen > kMostChosen) throw std::invalid_argument("a token may choose 64 experts at most");
+    if (chosen > kMostChosen) throw std::invalid_argument("a token may choose 1024 experts at most");
   }
 
   int experts() const { return int(gate.rows); }

@@ -99,7 +99,8 @@ def add_thread_arguments(group: argparse._ArgumentGroup) -> None:
         "--cpus",
         default="",
         metavar="LIST",
-        help="keep each thread on a processor of its own, like 0,2-5 (default: the system moves them)",
+        help="keep each thread beside the calling one on a processor of its own, like 0,2-5 "
+        "(default: the system moves them)",
     )
 
 

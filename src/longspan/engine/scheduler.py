@@ -21,8 +21,8 @@ PROMPT_LOGPROB_ROWS = 128
 """Rows of logits a step computes for prompt log-probabilities: bounds memory to this times the vocabulary."""
 
 CUT = 64
-"""Long prompts are cut at multiples of this many of their tokens, whatever else is in the step: operators that
-work in chunks see the same chunks, and the same bits come out. A budget below it cuts anywhere."""
+"""Long prompts are cut at multiples of this many of their tokens, whatever else is in the step: operators
+that work in chunks see the same chunks, and the same bits come out. A budget below it cuts anywhere."""
 
 
 @dataclass(frozen=True)

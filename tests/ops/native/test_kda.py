@@ -128,7 +128,7 @@ def test_ragged_steps_over_poisoned_slots_equal_the_reference(
 
 @given(data=st.data())
 @settings(max_examples=15)
-def test_steps_of_any_size_equal_one_step(data: st.DataObject) -> None:
+def test_steps_of_any_size_equal_one_step_in_float32(data: st.DataObject) -> None:
     shape = data.draw(st.sampled_from(SHAPES))
     torch.manual_seed(0)
     weights = make_weights(shape)
@@ -179,18 +179,19 @@ def test_bits_depend_neither_on_threads_nor_on_batch_mates(dtype: torch.dtype) -
         assert torch.equal(state[0], want_state[s])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # by token, in chunks
 @pytest.mark.parametrize("tokens", [3, 100])
-def test_strided_memory_is_updated_in_place_and_nothing_around_it(tokens: int) -> None:
+def test_strided_memory_is_updated_in_place_and_nothing_around_it(tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     shape = Shape(3, 16)
     inner = shape.heads * shape.dim
-    weights = make_weights(shape)
+    weights = make_weights(shape, dtype)
     tables = Tables(2, 2 * tokens)
-    plain = poisoned_view(tables, shape)
+    plain = poisoned_view(tables, shape, dtype)
     state = torch.full((tables.num_slots, 20, shape.heads, 24), 7.0)
-    conv = torch.full((tables.num_slots, 5, 3 * inner + 2), 7.0)
+    conv = torch.full((tables.num_slots, 5, 3 * inner + 2), 7.0, dtype=dtype)
     strided = KdaView(state[:, :16].transpose(1, 2)[..., :16], conv[:, : shape.kernel - 1, : 3 * inner])
-    x = rows_of(shape, 2 * tokens)
+    x = rows_of(shape, 2 * tokens, dtype)
     for context in (0, tokens):
         batch = tables.batch([1, 0], [tokens, tokens], [context, context])
         got, want = native_kda(x, weights, strided, batch), native_kda(x, weights, plain, batch)
@@ -202,21 +203,23 @@ def test_strided_memory_is_updated_in_place_and_nothing_around_it(tokens: int) -
     assert (state[others] == 7).all() and (conv[others] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # by token, in chunks
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("bound", [-5.0, None])
-def test_chunks_neither_overflow_nor_lose_precision_at_any_decay(bound: float | None, bias: float) -> None:
+def test_no_decay_overflows_or_loses_precision(bound: float | None, bias: float, dtype: torch.dtype) -> None:
     """From no decay at all to forgetting everything at once, and back within a tile."""
     torch.manual_seed(2)
     shape = Shape(2, 20)
-    weights = dataclasses.replace(make_weights(shape, bound=bound), dt_bias=torch.full((40,), bias))
+    weights = dataclasses.replace(make_weights(shape, dtype, bound=bound), dt_bias=torch.full((40,), bias))
     weights.forget.b.mul_(20.0)
     tables = Tables(1, 400)
-    want_view, view = poisoned_view(tables, shape), poisoned_view(tables, shape)
-    x = rows_of(shape, 200)
+    want_view, view = poisoned_view(tables, shape, dtype), poisoned_view(tables, shape, dtype)
+    x = rows_of(shape, 200, dtype)
     for context in (0, 200):
         batch = tables.batch([0], [200], [context])
-        assert_near(native_kda(x, weights, view, batch), kda(x, weights, want_view, batch), 1e-4)
-    assert_near(view.state, want_view.state, 1e-4)
+        want = kda(x, weights, want_view, batch)
+        assert_near(native_kda(x, weights, view, batch), want, TOLERANCE[dtype])
+    assert_near(view.state, want_view.state, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("seqs", [0, 2])
