@@ -30,6 +30,6 @@ esac
 packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 export PYTHONPATH="$root/$build/package:$packages" OMP_NUM_THREADS=1 LONGSPAN_ISA=$isa
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-export TSAN_OPTIONS="halt_on_error=1:suppressions=$root/tools/tsan.supp"
+export TSAN_OPTIONS="halt_on_error=1:report_mutex_bugs=0:suppressions=$root/tools/tsan.supp"
 LD_PRELOAD="$("${CXX:-g++}" -print-file-name=$runtime)" \
   "$python" -S -m pytest -q -s -p no:cacheprovider "${@:3}" tests/ops/native -k "not fork and not instruction_set and not idle"
