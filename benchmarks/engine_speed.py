@@ -13,7 +13,6 @@ import random
 import statistics
 import time
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -48,7 +47,7 @@ def main() -> None:
     seconds(llm, prompts(1, 64), 4)  # warm-up
     long = prompts(1, args.prompt)
     prefill = statistics.median(seconds(llm, long, 1) for _ in range(args.runs))
-    table = Table("", "tokens/s", title=f"{args.model}, {args.dtype}, {torch.get_num_threads()} threads")
+    table = Table("", "tokens/s", title=f"{args.model}, {args.dtype}")
     table.add_row(f"prefill of {args.prompt} tokens", f"{args.prompt / prefill:,.0f}")
     for batch in BATCHES:
         short = prompts(batch, 16)
