@@ -19,7 +19,7 @@ class Gate {
  public:
   uint32_t value() const { return value_.load(std::memory_order_acquire); }
   void open() {
-    value_.fetch_add(1, std::memory_order_acq_rel);
+    value_.fetch_add(1, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst)) value_.notify_all();
   }
   void wait_past(uint32_t seen, int spins);
