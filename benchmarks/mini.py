@@ -120,15 +120,15 @@ def plot(runs: list[Decode], file: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    depths = [depth // K for depth in DEPTHS]
-    for run in runs:
-        axes.plot(depths, [1e3 * s for s in run.seconds.values()], marker="o", label=run.name)
-    axes.plot(
-        depths, [1e3 / s for s in LLAMA_CPP.values()], marker="x", ls="--", label="llama.cpp, K3, dense"
-    )
-    axes.set(
-        xlabel="depth, thousands of tokens", ylabel="ms per token", yscale="log", title="decode, mini shape"
-    )
+    lines = {run.name: run.seconds for run in runs}
+    lines["llama.cpp, K3, dense"] = {depth: 1 / speed for depth, speed in LLAMA_CPP.items()}
+    for name, seconds in lines.items():
+        milliseconds = [1e3 * s for s in seconds.values()]
+        axes.plot([depth // K for depth in seconds], milliseconds, marker="o", label=name)
+    axes.set(xlabel="depth, thousands of tokens", ylabel="ms per token", title="decode, mini shape")
+    axes.set_yscale("log")
+    axes.set_yticks(TICKS, labels=map(str, TICKS))
+    axes.minorticks_off()
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
