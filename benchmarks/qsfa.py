@@ -11,8 +11,6 @@ of `--runs` calls, each with other selected tokens.
 from __future__ import annotations
 
 import argparse
-import math
-import mmap
 import statistics
 import time
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from longspan import large_pages
 from longspan.ops.batch import MlaView, StepBatch
 from longspan.ops.limits import machine_limits
 from longspan.ops.native.extension import choose
@@ -56,10 +55,7 @@ CASES = (
 def memory(tokens: int, dtype: torch.dtype) -> torch.Tensor:
     """Pages of one sequence, in large pages of the system where it gives any; what they hold repeats."""
     shape = (tokens // PAGE, PAGE, RANK + ROPE)
-    mapped = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    pages = torch.frombuffer(mapped, dtype=dtype).view(shape)
+    pages = large_pages.empty(shape, dtype)
     some = torch.randn(64, *shape[1:]).to(dtype)
     for begin in range(0, len(pages), len(some)):
         pages[begin : begin + len(some)] = some[: len(pages) - begin]

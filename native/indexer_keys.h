@@ -16,6 +16,7 @@
 #pragma once
 
 #include "pages.h"
+#include "quantize.h"
 #include "simd.h"
 
 namespace longspan {
@@ -283,14 +284,6 @@ class CodeKeys {
     int32_t bits = 0;
     for (int i = 0; i < kLanes; ++i) bits = std::max(bits, most[i]);
     return std::bit_cast<float>(bits);
-  }
-
-  // As ops/index_keys.py: x / scale to nearest even within +-127; what is no number is 0.
-  static Ints quantised(Floats x, float scale) {
-    Floats q = x / broadcast(scale);
-    q = select(max(q, -q) < INFINITY, q, zero());
-    q = max(min(q, broadcast(127.0f)), broadcast(-127.0f));
-    return __builtin_convertvector((q + 12582912.0f) - 12582912.0f, Ints);
   }
 
   void tile(const uint32_t* row, const int32_t* starts, const float* weights, const uint8_t* const* groups,

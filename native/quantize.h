@@ -16,6 +16,14 @@ namespace longspan {
 constexpr int kQuad = 4;  // dimensions of an int8 key whose products one instruction sums
 constexpr uint8_t kZeroCode = 128;
 
+// x / scale to the nearest whole number, ties to even, within +-127; what is no number is 0.
+inline Ints quantised(Floats x, float scale) {
+  Floats q = x / broadcast(scale);
+  q = select(max(q, -q) < INFINITY, q, zero());  // NaN as well
+  q = max(min(q, broadcast(127.0f)), broadcast(-127.0f));
+  return __builtin_convertvector((q + 12582912.0f) - 12582912.0f, Ints);  // 1.5 * 2^23 leaves no fraction
+}
+
 // x [n] -> codes [n rounded up to kLanes], kZeroCode beyond n; returns the scale.
 template <class T>
 inline float quantize_row(const T* x, int64_t n, uint8_t* codes) {
@@ -31,11 +39,7 @@ inline float quantize_row(const T* x, int64_t n, uint8_t* codes) {
   const bool is_nan = sum(select(missing, broadcast(1.0f), zero())) != 0.0f;
   const float scale = is_nan ? std::numeric_limits<float>::quiet_NaN() : max_lane(peak) / 127.0f;
   for (int64_t i = 0; i < n; i += kLanes) {
-    Floats q = values(i) / scale;
-    q = select(max(q, -q) < INFINITY, q, zero());  // NaN as well
-    q = max(min(q, broadcast(127.0f)), broadcast(-127.0f));
-    q = (q + 12582912.0f) - 12582912.0f;  // to nearest: 1.5 * 2^23 leaves no fraction
-    const Codes narrow = __builtin_convertvector(__builtin_convertvector(q, Ints) + kZeroCode, Codes);
+    const Codes narrow = __builtin_convertvector(quantised(values(i), scale) + kZeroCode, Codes);
     std::memcpy(codes + i, &narrow, sizeof narrow);
   }
   return scale;

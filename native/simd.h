@@ -267,12 +267,6 @@ inline Halves load_group(const bf16* const* rows, int64_t column) {
   return v;
 #endif
 }
-inline Floats broadcast_group(const float* weights) { return broadcast(*weights); }
-inline Halves broadcast_group(const bf16* weights) {
-  uint32_t pair;
-  std::memcpy(&pair, weights, sizeof pair);
-  return cast_bits<Halves>(Words(pair - Words{}));
-}
 
 // Sum of all lanes, always as the same tree: halves, quarters, pairs. `sum_each` gives the same bits.
 inline float sum(Floats v) {

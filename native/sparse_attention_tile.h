@@ -154,7 +154,7 @@ inline void value_tile(const T* strip, int groups, const T* weights, const float
     for (int v = 0; v < N; ++v) columns[v] = load_operand(strip + (g * N + v) * Operand<T>::size);
 #pragma GCC unroll 16
     for (int i = 0; i < M; ++i) {
-      const auto weight = broadcast_group(weights + i * kTileKeys + g * kGroup<T>);
+      const auto weight = broadcast_operand(weights + i * kTileKeys + g * kGroup<T>);
 #pragma GCC unroll 16
       for (int v = 0; v < N; ++v) sums[i][v] = dot(sums[i][v], columns[v], weight);
     }

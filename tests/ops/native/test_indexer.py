@@ -13,11 +13,6 @@ from longspan.ops.batch import QUAD, MlaView, QuantizedKeys, StepBatch
 from longspan.ops.index_keys import quantize_rows, write_index_keys
 from longspan.ops.indexer import NO_TOKEN, NON_FINITE
 from longspan.ops.indexer import index_select as reference
-from longspan.ops.native.extension import choose
-
-if choose().module is None:
-    pytest.skip(choose().reason, allow_module_level=True)
-
 from longspan.ops.native.extension import extension
 from longspan.ops.native.indexer import index_select
 

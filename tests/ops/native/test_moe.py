@@ -17,14 +17,9 @@ from longspan.formats.mx import quantize_mxfp4
 from longspan.ops import moe as reference
 from longspan.ops.ffn import FfnWeights
 from longspan.ops.moe import ExpertWeights, LatentProjection, MoeWeights, MxfpWeight
-from longspan.ops.native.extension import choose
-from longspan.ops.router import RouterWeights, route
-
-if choose().module is None:
-    pytest.skip(choose().reason, allow_module_level=True)
-
 from longspan.ops.native import moe as native
 from longspan.ops.native.extension import extension
+from longspan.ops.router import RouterWeights, route
 
 SITU = ActivationConfig("situ", beta=4.0, linear_beta=25.0)
 SILU = ActivationConfig("silu", beta=None, linear_beta=None)
