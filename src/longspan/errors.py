@@ -38,3 +38,7 @@ class CapacityError(LongspanError):
 
 class NonFiniteError(LongspanError):
     """The model produced NaN or infinity for one request; that request ends with this error, and no other."""
+
+
+class DeadlineError(LongspanError):
+    """The request was not finished within the time that it was given (HTTP 504)."""

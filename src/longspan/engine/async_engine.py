@@ -17,9 +17,10 @@ from typing import Literal
 
 from longspan.chat import Tokenizer
 from longspan.config import ModelConfig
-from longspan.engine.engine import Engine, EngineStats
+from longspan.engine.engine import Engine
 from longspan.engine.output import StepOutput
 from longspan.engine.request import Request
+from longspan.engine.stats import EngineStats
 from longspan.errors import LongspanError, OverloadedError, RequestError
 from longspan.memory.plan import MemoryPlan
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from longspan.engine.runner import Model, Runner, SequenceLogits
 from longspan.engine.sampler import Sampled, Sampler, token_logprobs
 from longspan.engine.scheduler import PROMPT_LOGPROB_ROWS, Scheduler
 from longspan.engine.sequence import Sequence
+from longspan.engine.stats import EngineStats
 from longspan.errors import LongspanError, RequestError
 from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan, plan_memory
@@ -27,18 +27,6 @@ from longspan.model.loader import load_model
 from longspan.ops.backend import select_backend
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A moment of an engine. The counters only ever grow; recomputed tokens count once."""
-
-    num_running: int  # sequences that hold memory
-    num_waiting: int
-    cache_usage: float  # share of the pages that are held, 1 = all
-    num_preemptions: int
-    prompt_tokens: int
-    generation_tokens: int
 
 
 class Engine:

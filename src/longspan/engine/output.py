@@ -64,4 +64,5 @@ class StepOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = (
         None  # with the first output of choice 0, if asked for
     )
+    cached_tokens: int = 0  # in the first output: prompt tokens taken from the prefix cache
     finish: Finish | None = None

@@ -143,6 +143,9 @@ class Request:
     params: SamplingParams
     make_reader: Callable[[], Reader]
     make_constraint: Callable[[], TokenConstraint] | None = None
+    priority: int = 0  # lower goes first
+    timeout: float | None = None  # seconds from arrival; what is unfinished then ends with DeadlineError
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
 
     def validate(self, vocab_size: int, max_model_len: int) -> None:
         """Raises RequestError where prompt or params don't fit a model and context of these sizes."""

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from longspan.engine.engine import EngineStats
 from longspan.engine.output import Finish, StepOutput
+from longspan.engine.stats import EngineStats
 
 _SECONDS = tuple(0.001 * 2**power for power in range(21))  # 1 ms to 17 minutes
 _TOKENS = tuple(base * 10**power for power in range(7) for base in (1, 2, 5))

@@ -1,0 +1,40 @@
+"""A moment of an engine, for metrics and views. Plain numbers: it crosses from the engine's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Who holds the bytes of the arena; what is left of `total_bytes` is free."""
+
+    total_bytes: int = 0
+    page_bytes_running: int = 0
+    page_bytes_cached: int = 0  # of the prefix cache alone, given up when somebody needs them
+    state_bytes_running: int = 0
+    state_bytes_cached: int = 0
+    swap_bytes: int = 0  # in the host pool, of preempted sequences
+    swap_total_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The counters (from `num_preemptions` on) only ever grow; recomputed tokens count once."""
+
+    num_running: int = 0  # sequences that hold memory
+    num_waiting: int = 0
+    num_swapped: int = 0  # of the waiting, those whose state is in the host pool
+    cache_usage: float = 0.0  # share of the arena that running sequences hold, 1 = all
+    memory: MemoryUse = MemoryUse()
+    num_checkpoints: int = 0  # of the prefix cache
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    num_evictions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    prefix_hits: int = 0  # prompt tokens taken from it
+    num_steps: int = 0
+    step_seconds: float = 0.0  # from step to step while there was work
+    model_seconds: float = 0.0  # of these in the model and the sampler
