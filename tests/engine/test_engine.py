@@ -306,7 +306,7 @@ def test_prompt_logprobs_that_raise_fail_their_own_request(
             raise ValueError("out of luck")
         return token_logprobs(logits, token_ids, top_n)
 
-    monkeypatch.setattr("longspan.engine.engine.token_logprobs", picky)
+    monkeypatch.setattr("longspan.engine.core.token_logprobs", picky)
     answers = run(make_engine(FakeModel(config)), *requests)
     assert "out of luck" in str(answers["bad", 0].finish and answers["bad", 0].finish.error)
     for name in ("good", "other"):

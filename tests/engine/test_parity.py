@@ -194,7 +194,7 @@ def test_a_broken_sequence_leaves_its_batch_mates_at_parity(decoder: Decoder, lo
     answers: Answers = {}
     gather(engine.step(), answers)
     gather(engine.step(), answers)
-    victim = next(seq for seq in engine._scheduler.running if seq.request is bad)
+    victim = next(seq for seq in engine.core._scheduler.running if seq.request is bad)
     assert victim.memory is not None
     for view in engine.memory.views:
         if hasattr(view, "state"):

@@ -1,36 +1,24 @@
-"""The engine: schedule, run the model, sample, hand tokens to each choice's reader. One thread calls it."""
+"""An engine in one thread: the core and the front, one after the other. `AsyncEngine` sets them apart."""
 
 from __future__ import annotations
 
-import logging
-import random
-import time
 from pathlib import Path
 
-import torch
-
 from longspan.chat import Tokenizer
-from longspan.config import ModelConfig, load_config
-from longspan.engine.failures import non_finite, unexpected
-from longspan.engine.options import ELEMENT_BYTES, EngineOptions
-from longspan.engine.output import Finish, FinishReason, StepOutput, Times
+from longspan.config import ModelConfig
+from longspan.engine.core import EngineCore
+from longspan.engine.front import Front
+from longspan.engine.options import EngineOptions
+from longspan.engine.output import StepOutput
 from longspan.engine.request import Request
-from longspan.engine.runner import Model, Runner, SequenceLogits
-from longspan.engine.sampler import Sampled, Sampler, token_logprobs
-from longspan.engine.scheduler import PROMPT_LOGPROB_ROWS, Scheduler
-from longspan.engine.sequence import Sequence
+from longspan.engine.runner import Model
 from longspan.engine.stats import EngineStats
-from longspan.errors import LongspanError, RequestError
 from longspan.memory.memory import Memory
-from longspan.memory.plan import MemoryPlan, plan_memory
-from longspan.model.loader import load_model
-from longspan.ops.backend import select_backend
-
-logger = logging.getLogger(__name__)
+from longspan.memory.plan import MemoryPlan
 
 
 class Engine:
-    """Serves requests of one model with one memory. Not thread-safe: see `AsyncEngine`."""
+    """Serves requests of one model with one memory. Not thread-safe."""
 
     def __init__(
         self,
@@ -40,223 +28,69 @@ class Engine:
         plan: MemoryPlan | None = None,
         poison: bool = False,
     ) -> None:
-        """`plan` None: made from the options, which may raise CapacityError. `poison` is `Memory`'s."""
-        self.config = model.config
-        self.tokenizer = tokenizer
-        self.options = options
-        self.plan = plan or _plan(model.config, options, weight_bytes=0)
-        self.memory = Memory(
-            model.config,
-            self.plan.num_pages,
-            self.plan.page_size,
-            self.plan.num_slots,
-            model.dtype,
-            options.index_key_dtype,
-            poison,
-        )
-        self._scheduler = Scheduler(self.memory, options.max_num_batched_tokens)
-        self._runner = Runner(model, self.memory)
-        self._sampler = Sampler(model.ops, model.config.eos_token_ids)
-        self._running: dict[str, list[Sequence]] = {}  # unfinished choices of each request
-        self._seeds = random.Random(options.seed)
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
+        """As `EngineCore`."""
+        self._open(EngineCore(model, tokenizer, options, plan, poison))
+
+    def _open(self, core: EngineCore) -> None:
+        self.core = core
+        self._front = Front()
 
     @classmethod
     def from_path(cls, path: str | Path, options: EngineOptions) -> Engine:
-        """Everything from a checkpoint directory. What can't be met is refused before weights are read."""
-        config = load_config(path)
-        plan = _plan(config, options, _weight_bytes(Path(path)))
-        # A checkpoint without a tokenizer can still be asked with token ids.
-        tokenizer = Tokenizer.from_dir(path) if (Path(path) / "tiktoken.model").exists() else None
-        if tokenizer:
-            tokenizer.check_vocab_size(config.vocab_size)
-        select_backend(options.backend).use_threads(options.threads, options.cpus)
-        model = load_model(path, dtype=options.dtype, backend=options.backend)
-        return cls(model, tokenizer, options, plan)
+        """As `EngineCore.from_path`."""
+        engine = cls.__new__(cls)
+        engine._open(EngineCore.from_path(path, options))
+        return engine
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.core.config
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.core.tokenizer
+
+    @property
+    def options(self) -> EngineOptions:
+        return self.core.options
+
+    @property
+    def plan(self) -> MemoryPlan:
+        return self.core.plan
 
     @property
     def max_model_len(self) -> int:
-        return self.plan.max_model_len
+        return self.core.max_model_len
+
+    @property
+    def memory(self) -> Memory:
+        return self.core.memory
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self.core.has_work
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
-            cache_usage=1 - self.memory.free_pages / self.memory.num_pages,
-            num_preemptions=self._scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-        )
+        return self.core.stats
 
     def validate(self, request: Request) -> None:
         """Raises RequestError if the request can't be served. Any thread may call: it reads no state."""
-        request.validate(self.config.vocab_size, self.max_model_len)
+        self.core.validate(request)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can't be served as asked."""
-        self.validate(request)
-        if request.id in self._running:
-            raise RequestError(
-                f"A request with the id {request.id!r} is being served.", remedy="Give each its own."
-            )
-        seed = request.params.seed
-        if seed is None:
-            seed = self._seeds.getrandbits(64)
-        seqs = [Sequence(request, index, seed) for index in range(request.params.n)]
-        self._running[request.id] = seqs
-        for seq in seqs:
-            self._scheduler.add(seq)
+        self.core.add(request)
+        self._front.add(request)
 
     def abort(self, request_id: str) -> list[StepOutput]:
         """Ends a request and frees its memory now. Does nothing, and returns [], if it has ended before."""
-        outputs = []
-        for seq in list(self._running.get(request_id, ())):
-            try:
-                deltas, _ = seq.reader.finish("abort")
-            except Exception:
-                logger.exception("the reader of an aborted request failed")
-                deltas = []
-            outputs.append(StepOutput(request_id, seq.index, deltas, [], finish=self._end(seq, "abort")))
-        return outputs
+        self.core.abort(request_id)
+        return self._front.abort(request_id)
 
-    @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         """One step of the model for whatever is there; outputs of the choices that got a token or ended."""
-        scheduled = self._scheduler.schedule()
-        if not scheduled:
-            return []
-        try:
-            results = self._runner.run(scheduled)
-        except Exception as error:
-            # Whatever was half done to these sequences, the others have not been touched.
-            logger.exception("a step failed")
-            outputs = [self._fail(item.seq, unexpected(error)) for item in scheduled]
-        else:
-            outputs = self._take(results)
-        if not self.has_work:
-            self.memory.check()
-        return outputs
-
-    def _take(self, results: list[SequenceLogits]) -> list[StepOutput]:
-        """What each sequence makes of its logits. From here on a failure is that of one sequence."""
-        outputs, ready = [], []
-        for result in results:
-            error = _collect_prompt_logprobs(result) if result.finite else non_finite()
-            if error:
-                outputs.append(self._fail(result.seq, error))
-            elif result.next_token is not None:
-                ready.append(result)
-        sampled = self._sample(ready)
-        return outputs + [self._accept(r.seq, token) for r, token in zip(ready, sampled, strict=True)]
-
-    def _sample(self, ready: list[SequenceLogits]) -> list[Sampled | LongspanError]:
-        rows = [result.next_token for result in ready if result.next_token is not None]
-        return self._sampler.sample(torch.stack(rows), [result.seq for result in ready]) if rows else []
-
-    def _accept(self, seq: Sequence, sampled: Sampled | LongspanError) -> StepOutput:
-        """Adds a token to a choice, which alone fails if none could be chosen or its reader fails."""
-        if isinstance(sampled, LongspanError):
-            return self._fail(seq, sampled)
-        try:
-            return self._push(seq, sampled)
-        except Exception as error:
-            logger.exception("reading a token failed")
-            return self._fail(seq, unexpected(error))
-
-    def _push(self, seq: Sequence, sampled: Sampled) -> StepOutput:
-        token_id = sampled.token_id
-        params, reader = seq.params, seq.reader
-        is_first = seq.num_output_tokens == 0
-        seq.append(token_id)
-        self._prompt_tokens += seq.num_prompt_tokens if is_first else 0
-        self._generation_tokens += 1
-
-        reason: FinishReason | None = None
-        stop_reason: int | str | None = None
-        if token_id in self.config.eos_token_ids and not params.ignore_eos:
-            reason = "stop"
-        elif token_id in (params.stop_token_ids or ()):
-            reason, stop_reason = "stop", token_id
-        # The token that ends a reply is no part of its text, unless asked for.
-        deltas = reader.push(token_id) if reason is None or params.include_stop_str_in_output else []
-        if reason is None and reader.done:
-            reason, stop_reason = "stop", reader.stop_string
-        if reason is None and self._is_full(seq):
-            reason = "length"
-
-        finish = None
-        if reason is not None:
-            rest, reason = reader.finish(reason)
-            deltas = deltas + rest
-            finish = self._end(seq, reason, stop_reason)
-        return StepOutput(
-            request_id=seq.request.id,
-            index=seq.index,
-            deltas=deltas,
-            token_ids=[token_id],
-            logprobs=[] if sampled.logprobs is None else [sampled.logprobs],
-            prompt_logprobs=seq.prompt_logprobs if is_first else None,
-            finish=finish,
-        )
-
-    def _is_full(self, seq: Sequence) -> bool:
-        return seq.num_output_tokens == seq.params.max_tokens or len(seq.tokens) == self.max_model_len
-
-    def _fail(self, seq: Sequence, error: LongspanError) -> StepOutput:
-        return StepOutput(seq.request.id, seq.index, [], [], finish=self._end(seq, "error", error=error))
-
-    def _end(
-        self,
-        seq: Sequence,
-        reason: FinishReason,
-        stop_reason: int | str | None = None,
-        error: LongspanError | None = None,
-    ) -> Finish:
-        """Frees what the choice holds, and forgets it. After an error its memory may hold NaN."""
-        self._scheduler.remove(seq, scrub=error is not None)
-        unfinished = self._running[seq.request.id]
-        unfinished.remove(seq)
-        if not unfinished:
-            del self._running[seq.request.id]
-        times = Times(seq.arrived, seq.scheduled, seq.first_token, time.monotonic())
-        return Finish(reason, times, stop_reason, error)
-
-
-def _plan(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> MemoryPlan:
-    return plan_memory(
-        config,
-        element_bytes=ELEMENT_BYTES[options.dtype],
-        index_key_dtype=options.index_key_dtype,
-        page_size=options.page_size,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        extra_logit_rows=PROMPT_LOGPROB_ROWS,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        cache_gib=options.cache_gib,
-        weight_bytes=weight_bytes,
-    )
-
-
-def _weight_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
-def _collect_prompt_logprobs(result: SequenceLogits) -> LongspanError | None:
-    """Adds those of this step to the sequence; an error if that fails."""
-    seq = result.seq
-    if seq.prompt_logprobs is None or not len(result.prompt):
-        return None
-    start = len(seq.prompt_logprobs)
-    targets = seq.tokens[start : start + len(result.prompt)]
-    try:
-        seq.prompt_logprobs += token_logprobs(result.prompt, targets, seq.params.prompt_logprobs or 0)
-    except Exception as error:
-        logger.exception("the log-probabilities of a prompt failed")
-        return unexpected(error)
-    return None
+        steps, to_end = self._front.read(self.core.step())
+        for request_id, index in to_end:
+            self.core.abort(request_id, index)
+        return steps

@@ -1,4 +1,4 @@
-"""What comes out of an engine: `StepOutput`, one per choice and step, and how a choice came to its end."""
+"""What comes out: `TokenOutput`s of the core, and the `StepOutput`s that the front makes of them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,37 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob of the token that came first, then of the top N by rank (which may contain it)."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """What is known of a choice once it has given its first output."""
+
+    scheduled: float | None  # when it was first given memory, on `time.monotonic`'s clock
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # of choice 0, if asked for
+
+
+@dataclass(frozen=True)
+class End:
+    """The core has forgotten the choice. `error` is set exactly where `reason` is "error"."""
+
+    reason: FinishReason
+    stop_token: int | None = None  # the one of `stop_token_ids` that was chosen
+    error: LongspanError | None = None
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """What one step of the core gave one choice: tokens, its end, or both. Plain: it may cross processes."""
+
+    request_id: str
+    index: int
+    token_ids: list[int]
+    time: float  # `time.monotonic` when they were chosen
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token id, if asked for
+    started: Started | None = None  # with the first output
+    end: End | None = None
 
 
 @dataclass(frozen=True)

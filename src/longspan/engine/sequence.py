@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from longspan.engine.output import TokenLogprobs
+from longspan.engine.output import Started, TokenLogprobs
 from longspan.engine.request import Request
 from longspan.engine.token_history import TokenHistory
 from longspan.memory.memory import SequenceMemory
@@ -32,13 +32,12 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.memory: SequenceMemory | None = None
-        self.reader = request.make_reader()
         self.constraint = request.make_constraint() if request.make_constraint else None
         self.stream = random.Random(f"{seed}:{index}").getrandbits(64)
         self.history = TokenHistory(self.tokens) if self.params.penalises else None
         self.arrived = time.monotonic()
         self.scheduled: float | None = None
-        self.first_token: float | None = None
+        self._has_started = False
         wants_prompt = self.params.prompt_logprobs is not None and index == 0
         # The first token has nothing before it that could predict it.
         self.prompt_logprobs: list[TokenLogprobs | None] | None = [None] if wants_prompt else None
@@ -71,10 +70,15 @@ class Sequence:
         return self.num_prompt_tokens - len(self.prompt_logprobs)
 
     def append(self, token_id: int) -> None:
-        if self.first_token is None:
-            self.first_token = time.monotonic()
         self.tokens.append(token_id)
         if self.history:
             self.history.append(token_id)
         if self.constraint:
             self.constraint.push(token_id)
+
+    def take_started(self) -> Started | None:
+        """Once, with the first output."""
+        if self._has_started:
+            return None
+        self._has_started = True
+        return Started(self.scheduled, prompt_logprobs=self.prompt_logprobs)
