@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Steps are counted by how many tokens they compute: at most so many, and a last class for more."""
+
 
 @dataclass(frozen=True)
 class MemoryUse:
@@ -36,5 +39,7 @@ class EngineStats:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens taken from it
     num_steps: int = 0
+    step_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)  # steps in each class of STEP_TOKENS
+    num_step_tokens: int = 0  # that steps computed, recomputed ones included
     step_seconds: float = 0.0  # from step to step while there was work
     model_seconds: float = 0.0  # of these in the model and the sampler
