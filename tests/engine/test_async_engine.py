@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fake_model import FakeModel
-from support.serving import Answers, gather, make_engine, make_request, run
+from support.serving import assert_all_free, Answers, gather, make_engine, make_request, run
 
 from longspan.config import ModelConfig
 from longspan.engine.async_engine import AsyncEngine
@@ -48,10 +48,7 @@ def serve(engine: Engine, use: Callable[[AsyncEngine], Awaitable[None]], drain: 
 
     asyncio.run(main())
     assert not engine.has_work
-    assert (engine.memory.free_pages, engine.memory.free_slots) == (
-        engine.memory.num_pages,
-        engine.memory.num_slots,
-    )
+    assert_all_free(engine)
 
 
 async def collect(server: AsyncEngine, request: Request, answers: Answers | None = None) -> Answers:

@@ -306,7 +306,7 @@ def test_prompt_logprobs_that_raise_fail_their_own_request(
             raise ValueError("out of luck")
         return token_logprobs(logits, token_ids, top_n)
 
-    monkeypatch.setattr("longspan.engine.core.token_logprobs", picky)
+    monkeypatch.setattr("longspan.engine.runner.token_logprobs", picky)
     answers = run(make_engine(FakeModel(config)), *requests)
     assert "out of luck" in str(answers["bad", 0].finish and answers["bad", 0].finish.error)
     for name in ("good", "other"):
@@ -381,7 +381,7 @@ def test_an_abort_gives_everything_back_at_once_and_works_once(fake: FakeModel) 
     engine.step()
     outputs = engine.abort("a")
     assert [output.finish.reason for output in outputs if output.finish] == ["abort", "abort"]
-    assert engine.memory.free_slots == engine.memory.num_slots - 1
+    assert engine.memory.use().state_bytes_running == engine.memory.slab_bytes
     assert engine.abort("a") == []
     assert engine.abort("never seen") == []
     assert finish(engine)["b", 0].reason == "length"
@@ -399,12 +399,12 @@ def test_an_abort_of_one_that_waits_leaves_the_queue_intact(fake: FakeModel) -> 
 
 
 def test_stats_count_what_was_done_once(config: ModelConfig) -> None:
-    engine = make_engine(FakeModel(config), num_pages=8)
+    engine = make_engine(FakeModel(config), num_pages=8, num_slots=3)
     for name in ("a", "b", "c"):
         engine.add(make_request(name, PROMPT, max_tokens=12))
     engine.step()
     assert (engine.stats.num_running, engine.stats.num_waiting) == (3, 0)
-    assert engine.stats.cache_usage == 6 / 8
+    assert engine.stats.cache_usage == (6 + 3) / (8 + 3)  # pages and states, in slabs of one page
     finish(engine)
     stats = engine.stats
     assert stats.num_preemptions > 0

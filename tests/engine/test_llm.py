@@ -150,7 +150,7 @@ def test_an_interrupt_leaves_the_engine_clean(llm: LLM, monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], GREEDY)
     assert not llm.engine.has_work
-    assert llm.engine.memory.free_slots == llm.engine.memory.num_slots
+    assert llm.engine.memory.use().state_bytes_running == 0
 
 
 def test_a_chat_gives_reasoning_or_content(llm: LLM) -> None:

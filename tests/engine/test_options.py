@@ -24,9 +24,25 @@ def test_no_flags_give_the_defaults() -> None:
 def test_every_option_has_its_flag() -> None:
     words = "--dtype float32 --backend torch --max-model-len 4096 --max-num-seqs 8"
     words += " --max-num-batched-tokens 128 --block-size 16 --cache-gib 0.5 --index-key-dtype int8"
-    words += " --threads 3 --cpus 0,2-3 --seed 7"
+    words += " --threads 3 --cpus 0,2-3 --seed 7 --no-enable-prefix-caching --snapshot-interval 1024"
+    words += " --swap-gib 0.25 --max-itl-ms 100 --no-async-scheduling"
     assert parse(*words.split()) == EngineOptions(
-        "float32", "torch", 4096, 8, 128, 16, 0.5, "int8", 3, (0, 2, 3), 7
+        dtype="float32",
+        backend="torch",
+        max_model_len=4096,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        page_size=16,
+        cache_gib=0.5,
+        index_key_dtype="int8",
+        enable_prefix_caching=False,
+        snapshot_interval=1024,
+        swap_gib=0.25,
+        max_itl_ms=100,
+        async_scheduling=False,
+        threads=3,
+        cpus=(0, 2, 3),
+        seed=7,
     )
 
 
@@ -40,6 +56,10 @@ def test_page_size_and_cache_have_two_names() -> None:
     [
         ({"dtype": "float16"}, "dtype is 'float16'. Legal is one of auto, bfloat16, float32"),
         ({"dtype": None}, "dtype is None"),
+        ({"snapshot_interval": 0}, "snapshot_interval is 0. Legal is an integer from 1 to"),
+        ({"swap_gib": -1}, "swap_gib is -1. Legal is a number at least 0 and below"),
+        ({"max_itl_ms": None}, "max_itl_ms is None. Legal is a number at least 0"),
+        ({"async_scheduling": 1}, "async_scheduling is 1. Legal is True or False"),
         ({"index_key_dtype": "fp8"}, "index_key_dtype is 'fp8'. Legal is one of auto, int8"),
         ({"threads": 0}, "threads is 0. Legal is an integer from 1 to 1024"),
         ({"cpus": "3-1"}, "cpus is '3-1'. Legal is a list like 0,2-5"),

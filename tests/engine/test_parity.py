@@ -101,7 +101,7 @@ def test_batch_mates_that_come_and_go(decoder: Decoder, lone: Lone) -> None:
 
 
 def test_preemption_by_a_small_pool(decoder: Decoder, lone: Lone) -> None:
-    engine = make_engine(decoder, num_pages=16, chunk=12)
+    engine = make_engine(decoder, num_pages=16, num_slots=4, chunk=12)
     answers = run(engine, *REQUESTS)
     assert engine.stats.num_preemptions > 0
     assert_parity(answers, lone)
@@ -111,7 +111,7 @@ def test_preemption_by_a_small_pool(decoder: Decoder, lone: Lone) -> None:
 def test_the_rest_of_the_family(tmp_path: Path, family: str) -> None:
     model = load_model(write_checkpoint(tmp_path, family), dtype="float32")
     lone = {request.id: run(make_engine(model), request)[request.id, 0] for request in REQUESTS}
-    engine = make_engine(model, num_pages=16, chunk=5)
+    engine = make_engine(model, num_pages=16, num_slots=4, chunk=5)
     answers = run(engine, *REQUESTS)
     assert engine.stats.num_preemptions > 0
     assert_parity(answers, lone)
@@ -174,7 +174,7 @@ def test_prompt_logprobs_survive_preemption(decoder: Decoder) -> None:
     request = make_request("a", prompt(6, 20), max_tokens=12, prompt_logprobs=0)
     old = make_request("old", prompt(7, 19), max_tokens=24)
     cold = run(make_engine(decoder), request)["a", 0]
-    engine = make_engine(decoder, num_pages=13, chunk=64)
+    engine = make_engine(decoder, num_pages=13, num_slots=2, chunk=64)
     answer = run(engine, old, request)["a", 0]
     assert engine.stats.num_preemptions > 0
     assert answer.token_ids == cold.token_ids

@@ -211,7 +211,7 @@ def test_bfloat16_stays_near_float32_when_choices_are_the_same(
 @pytest.mark.parametrize("family", ["kimi-linear", "k3", "k3.1"])
 def test_views_have_the_layout_that_the_contract_states(family: str) -> None:
     config = parse_config(published_config(family))
-    views = allocate_views(config, 7, 4, 3, torch.bfloat16, fill=torch.nan)
+    views = allocate_views(config, 7, 4, 3, torch.bfloat16, poison=True)
     assert len(views) == 5
     for layer, view in enumerate(views):
         if layer in (2, 4):

@@ -70,7 +70,7 @@ class Host:
         self.model = model
         self.tables = Tables(num_seqs, max_tokens, page_size)
         self.views = allocate_views(
-            model.config, self.tables.num_pages, page_size, self.tables.num_slots, model.dtype, fill=torch.nan
+            model.config, self.tables.num_pages, page_size, self.tables.num_slots, model.dtype, poison=True
         )
         self.lengths = [0] * num_seqs
 

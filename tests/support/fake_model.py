@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longspan.config import ModelConfig
 from longspan.ops.backend import TORCH
-from longspan.ops.batch import KdaView, LayerView, MlaView, StepBatch
+from longspan.ops.batch import KdaView, LayerView, MlaView, QuantizedKeys, StepBatch
 
 MODULUS = 9973  # keeps every number exact in float32
 
@@ -33,11 +33,13 @@ class FakeModel:
         latent = next(view.latent for view in views if isinstance(view, MlaView))[..., 0]
         state = next(view.state for view in views if isinstance(view, KdaView))[:, 0, 0, 0]
         size = latent.shape[1]
+        before = state[batch.state_slots].tolist()
+        self._write_zeros(batch, views, size)
         latent[batch.slot_mapping // size, batch.slot_mapping % size] = batch.token_ids.float()
         running = []
         for s, (begin, end, context) in enumerate(batch.sequences):
             slot = batch.state_slots[s]
-            value = float(state[slot]) if context else 0.0
+            value = before[s] if context else 0.0
             for token in batch.token_ids[begin:end].tolist():
                 value = (value * 31 + token + 1) % MODULUS
                 running.append(value)
@@ -48,6 +50,17 @@ class FakeModel:
         if self.hook:
             self.hook(batch, logits)
         return logits
+
+    def _write_zeros(self, batch: StepBatch, views: Sequence[LayerView], size: int) -> None:
+        """Like a real model it leaves numbers in all of its rows and slots."""
+        for view in views:
+            if isinstance(view, KdaView):
+                view.state[batch.state_slots] = view.conv[batch.state_slots] = 0.0
+                continue
+            keys = view.index_key.scale if isinstance(view.index_key, QuantizedKeys) else view.index_key
+            for tensor in (view.latent, keys):
+                if tensor is not None:
+                    tensor[batch.slot_mapping // size, batch.slot_mapping % size] = 0.0
 
     def _logits(self, batch: StepBatch, latent: Tensor, running: list[float], row: int) -> Tensor:
         table = batch.block_tables[batch.row_seqs[row]]

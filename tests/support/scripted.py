@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import torch
 from openai import OpenAI
+from support.serving import small_plan
 from torch import Tensor
 
 from longspan.chat import Segment, Tokenizer
@@ -20,7 +21,6 @@ from longspan.config import load_config
 from longspan.engine.async_engine import AsyncEngine
 from longspan.engine.engine import Engine
 from longspan.engine.options import EngineOptions
-from longspan.memory.plan import MemoryPlan
 from longspan.ops.backend import TORCH
 from longspan.ops.batch import LayerView, StepBatch
 from longspan.serve.app import create_app
@@ -125,11 +125,11 @@ class Running:
 
     def wait_until_idle(self) -> None:
         """Returns when nothing runs, nothing waits and all memory is free; fails if that never happens."""
-        memory = self.engine.memory
         for _ in range(2000):
             stats = self.engine.stats
+            use = stats.memory
             if (stats.num_running, stats.num_waiting) == (0, 0):
-                assert (memory.free_pages, memory.free_slots) == (memory.num_pages, memory.num_slots)
+                assert (use.page_bytes_running, use.state_bytes_running) == (0, 0)
                 return
             time.sleep(0.005)
         raise AssertionError(f"still busy: {self.engine.stats}")
@@ -147,8 +147,10 @@ def running_server(
     **options: Any,
 ) -> Iterator[Running]:
     """Serves `model` on a free port from a thread of this process."""
-    plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len=num_pages * page_size)
-    engine = Engine(model, tokenizer, EngineOptions(dtype="float32"), plan, poison=True)
+    plan = small_plan(num_pages, page_size, num_slots)
+    engine = Engine(
+        model, tokenizer, EngineOptions(dtype="float32", enable_prefix_caching=False), plan, poison=True
+    )
     async_engine = AsyncEngine(engine)
     service = Service(async_engine, ServeOptions(**{"served_model_names": ("tiny", "alias")} | options))
     app = create_app(service, draining=lambda: server.should_exit)

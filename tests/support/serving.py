@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longspan.engine.engine import Engine
@@ -15,6 +15,19 @@ from longspan.engine.runner import Model
 from longspan.memory.plan import MemoryPlan
 
 
+def small_plan(
+    num_pages: int, page_size: int, num_slots: int, max_model_len: int | None = None
+) -> MemoryPlan:
+    """Slabs of one page each: as many as these pages and the states of all that may run."""
+    return MemoryPlan(
+        page_size=page_size,
+        pages_per_slab=1,
+        num_slabs=num_pages + num_slots,
+        max_num_seqs=num_slots,
+        max_model_len=max_model_len or num_pages * page_size,
+    )
+
+
 def make_engine(
     model: Model,
     *,
@@ -23,20 +36,15 @@ def make_engine(
     num_slots: int = 8,
     chunk: int = 512,
     max_model_len: int | None = None,
-    seed: int | None = None,
-    index_key_dtype: str = "auto",
     poison: bool = True,
+    swap_bytes: int = 0,
+    **options: Any,
 ) -> Engine:
-    """An engine whose free memory is NaN, unless `poison` is false."""
-    options = EngineOptions(
-        dtype="float32",
-        max_num_batched_tokens=chunk,
-        page_size=page_size,
-        index_key_dtype=index_key_dtype,
-        seed=seed,
-    )
-    plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len or num_pages * page_size)
-    return Engine(model, None, options, plan, poison)
+    """An engine whose free memory is NaN, unless `poison` is false; in one thread, without a prefix cache."""
+    given = {"dtype": "float32", "enable_prefix_caching": False, "async_scheduling": False, "max_itl_ms": 0}
+    given |= {"max_num_batched_tokens": chunk, "page_size": page_size}
+    plan = replace(small_plan(num_pages, page_size, num_slots, max_model_len), swap_bytes=swap_bytes)
+    return Engine(model, None, EngineOptions(**(given | options)), plan, poison)
 
 
 def make_request(
@@ -90,11 +98,17 @@ def run(engine: Engine, *requests: Request) -> Answers:
     return finish(engine)
 
 
+def assert_all_free(engine: Engine) -> None:
+    """No sequence holds anything; what the prefix cache keeps adds up with what is free."""
+    use = engine.memory.use()
+    assert use.page_bytes_running == use.state_bytes_running == use.swap_bytes == 0
+    engine.memory.check()
+
+
 def finish(engine: Engine, answers: Answers | None = None) -> Answers:
     """Steps until nothing is left; all memory must be back then."""
     answers = {} if answers is None else answers
     while engine.has_work:
         gather(engine.step(), answers)
-    assert engine.memory.free_pages == engine.memory.num_pages
-    assert engine.memory.free_slots == engine.memory.num_slots
+    assert_all_free(engine)
     return answers

@@ -32,7 +32,12 @@ class EngineOptions:
     max_num_seqs: int | None = None  # sequences that run at once; each holds one KDA slot
     max_num_batched_tokens: int = 512  # tokens of one step: the prefill chunk
     page_size: int = 64  # tokens
-    cache_gib: float | None = None  # pages and slots together
+    cache_gib: float | None = None  # pages and states together
+    enable_prefix_caching: bool = True
+    snapshot_interval: int | None = None  # tokens of a prompt from one kept state to the next
+    swap_gib: float | None = None  # of the host pool for preempted sequences
+    max_itl_ms: float = 500  # decoding sequences wait no longer for prompts of others; 0: no bound
+    async_scheduling: bool = True  # a step is prepared while the one before it runs
     index_key_dtype: str = "auto"  # the model's dtype, or "int8"
     threads: int | None = None  # of the operators; None: one for each core the process may use
     cpus: tuple[int, ...] = ()  # processors they stay on, one each; empty: wherever the process may run
@@ -54,10 +59,22 @@ class EngineOptions:
         self._check_integer("seed", *SEED)
         self._check_integer("threads", 1, MAX_THREADS)
         object.__setattr__(self, "cpus", parse_cpus(self.cpus))
-        gib = self.cache_gib
-        number = isinstance(gib, int | float) and not isinstance(gib, bool)
-        if gib is not None and not (number and 0 < gib < MAX_COUNT):
-            raise _illegal("cache_gib", gib, f"a number greater than 0 and below {MAX_COUNT}")
+        self._check_integer("snapshot_interval", 1, MAX_COUNT)
+        self._check_number("cache_gib", low_is_legal=False)
+        self._check_number("swap_gib")
+        self._check_number("max_itl_ms", optional=False)
+        for name in ("enable_prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                raise _illegal(name, getattr(self, name), "True or False")
+
+    def _check_number(self, name: str, low_is_legal: bool = True, optional: bool = True) -> None:
+        value = getattr(self, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if optional and value is None:
+            return
+        if not (number and 0 <= value < MAX_COUNT) or (value == 0 and not low_is_legal):
+            low = "at least 0" if low_is_legal else "greater than 0"
+            raise _illegal(name, value, f"a number {low} and below {MAX_COUNT}")
 
     def _check_integer(self, name: str, low: int, high: int, optional: bool = True) -> None:
         value = getattr(self, name)
@@ -157,7 +174,44 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="GIB",
         default=default.cache_gib,
-        help="memory for pages and KDA states (default: chosen from what is free)",
+        help="memory for pages and KDA states, of running sequences and of the prefix cache (default: chosen from "
+        "what is free)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=default.enable_prefix_caching,
+        help="go on from prompts and replies that begin alike (default: yes)",
+    )
+    group.add_argument(
+        "--snapshot-interval",
+        type=int,
+        metavar="TOKENS",
+        default=default.snapshot_interval,
+        help="prompt tokens from one kept KDA state to the next (default: as many as weigh as much as a state, "
+        "at least 512)",
+    )
+    group.add_argument(
+        "--swap-gib",
+        type=float,
+        metavar="GIB",
+        default=default.swap_gib,
+        help="host memory for the state of preempted sequences; 0 computes them again (default: a quarter of the "
+        "cache, if there is room)",
+    )
+    group.add_argument(
+        "--max-itl-ms",
+        type=float,
+        metavar="MS",
+        default=default.max_itl_ms,
+        help="prompts are cut so small that nobody who is decoding waits longer for a step, as far as steps of 64 "
+        "tokens allow; 0: no bound (default: %(default)s)",
+    )
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=default.async_scheduling,
+        help="prepare a step while the one before it runs (default: yes)",
     )
     group.add_argument(
         "--index-key-dtype",

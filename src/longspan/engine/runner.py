@@ -1,7 +1,12 @@
-"""Scheduled sequences -> `StepBatch` -> model -> rows of logits, each with its owner."""
+"""Scheduled sequences -> `StepBatch` -> model -> chosen tokens. What touches bytes happens here, in order.
+
+A step is prepared (metadata only) and run in two calls, so that it can be prepared while the one before runs.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,11 +14,17 @@ import torch
 from torch import Tensor
 
 from longspan.config import ModelConfig
+from longspan.engine.batch_state import BatchState, LogitRows, fill_in
+from longspan.engine.failures import non_finite, unexpected
+from longspan.engine.output import TokenLogprobs
+from longspan.engine.sampler import Sampled, Sampler, token_logprobs
 from longspan.engine.scheduler import Scheduled
-from longspan.engine.sequence import Sequence
-from longspan.memory.memory import Memory
+from longspan.errors import LongspanError
+from longspan.memory.memory import Edit, Memory
 from longspan.ops.backend import Operators
 from longspan.ops.batch import LayerView, StepBatch
+
+logger = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -34,83 +45,113 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class SequenceLogits:
-    """What one step gave one sequence. All float32; the tensors are views of the step's logits."""
+class Step:
+    """A step that is ready to run, once the tokens that are being chosen are known."""
 
-    seq: Sequence
-    prompt: Tensor  # [P, vocab]: predictions of the next P prompt tokens whose log-probabilities are wanted
-    next_token: Tensor | None  # [vocab], None while the prompt is unfinished
-    finite: bool
+    scheduled: list[Scheduled]
+    batch: StepBatch
+    rows: list[LogitRows]
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """What a step gave one sequence."""
+
+    item: Scheduled
+    sampled: Sampled | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: LongspanError | None = None
+    keeps_state: bool = False  # the state was copied to `item.state_slot`, and all below it is finite
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave, and how long the model and the sampler took."""
+
+    sequences: list[SequenceResult]
+    seconds: float
 
 
 class Runner:
-    """Runs the model over what was scheduled and moves each sequence's memory on by its tokens."""
+    """Runs the model over what was scheduled. One step at a time, from any thread."""
 
-    def __init__(self, model: Model, memory: Memory) -> None:
+    def __init__(self, model: Model, memory: Memory, state: BatchState) -> None:
         self._model = model
         self._memory = memory
+        self._state = state
+        self._sampler = Sampler(model.ops, model.config.eos_token_ids)
 
-    def run(self, scheduled: list[Scheduled]) -> list[SequenceLogits]:
-        """One step. On any exception the memory of all these sequences is undefined."""
-        wanted = [_wanted_rows(item) for item in scheduled]
-        logits = self._model.step(self._batch(scheduled, wanted), self._memory.views)
-        finite = torch.isfinite(logits).all(dim=1).tolist()
-        results = []
-        row = 0
-        for item, (rows, samples) in zip(scheduled, wanted, strict=True):
-            assert item.seq.memory
-            item.seq.memory.num_tokens += item.num_tokens
-            end = row + len(rows)
-            num_prompt = len(rows) - samples
-            next_token = logits[end - 1] if samples else None
-            results.append(
-                SequenceLogits(item.seq, logits[row : row + num_prompt], next_token, all(finite[row:end]))
-            )
-            row = end
-        return results
+    def prepare(self, scheduled: list[Scheduled]) -> Step:
+        batch, rows = self._state.batch(scheduled)
+        return Step(scheduled, batch, rows)
 
-    def _batch(self, scheduled: list[Scheduled], wanted: list[tuple[list[int], bool]]) -> StepBatch:
-        token_ids: list[int] = []
-        query_starts = [0]
-        logit_rows: list[int] = []
-        slot_mapping: list[Tensor] = []
-        width = max(len(item.seq.memory.pages) for item in scheduled if item.seq.memory)
-        block_tables = torch.zeros(len(scheduled), width, dtype=torch.int64)
-        context_lens, state_slots = [], []
-        for s, (item, (rows, _)) in enumerate(zip(scheduled, wanted, strict=True)):
-            memory = item.seq.memory
-            assert memory
-            start, end = memory.num_tokens, memory.num_tokens + item.num_tokens
-            token_ids += item.seq.tokens[start:end]
-            logit_rows += [query_starts[-1] + row for row in rows]
-            query_starts.append(query_starts[-1] + item.num_tokens)
-            context_lens.append(start)
-            state_slots.append(memory.slot)
-            block_tables[s, : len(memory.pages)] = torch.tensor(memory.pages, dtype=torch.int64)
-            positions = torch.arange(start, end)
-            page_size = self._memory.page_size
-            slot_mapping.append(block_tables[s, positions // page_size] * page_size + positions % page_size)
-        return StepBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
-            query_starts=torch.tensor(query_starts, dtype=torch.int64),
-            context_lens=torch.tensor(context_lens, dtype=torch.int64),
-            block_tables=block_tables,
-            slot_mapping=torch.cat(slot_mapping),
-            state_slots=torch.tensor(state_slots, dtype=torch.int64),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
-        )
+    @torch.inference_mode()
+    def run(self, step: Step, edits: list[Edit]) -> StepResult:
+        """Never raises: a failure is that of all these sequences, whose memory is then undefined."""
+        began = time.perf_counter()
+        try:
+            for edit in edits:
+                edit()
+            fill_in(step.batch, step.scheduled)
+            logits = self._model.step(step.batch, self._memory.views)
+            results = self._take(step, logits)
+        except Exception as error:
+            logger.exception("a step failed")
+            results = [SequenceResult(item, error=unexpected(error)) for item in step.scheduled]
+        return StepResult(results, time.perf_counter() - began)
+
+    def _take(self, step: Step, logits: Tensor) -> list[SequenceResult]:
+        """What each sequence makes of its logits. From here on a failure is that of one sequence."""
+        finite = _finite_rows(logits)
+        results: dict[int, SequenceResult] = {}
+        ready: list[int] = []
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for i, (item, rows) in enumerate(zip(step.scheduled, step.rows, strict=True)):
+            try:
+                if finite is not None and not all(finite[rows.first : rows.end]):
+                    raise non_finite()
+                if rows.num_prompt:
+                    prompts[i] = self._prompt_logprobs(
+                        item, logits[rows.first : rows.first + rows.num_prompt]
+                    )
+                if rows.samples:
+                    ready.append(i)
+            except Exception as error:
+                if not isinstance(error, LongspanError):
+                    logger.exception("the log-probabilities of a prompt failed")
+                results[i] = SequenceResult(item, error=unexpected(error))
+        for i, sampled in zip(ready, self._sample(step, logits, ready), strict=True):
+            if isinstance(sampled, LongspanError):
+                results[i] = SequenceResult(step.scheduled[i], error=sampled)
+            else:
+                kept = self._keep_state(step.scheduled[i])
+                results[i] = SequenceResult(step.scheduled[i], sampled, prompts.get(i), keeps_state=kept)
+        for i, item in enumerate(step.scheduled):
+            if i not in results:
+                results[i] = SequenceResult(item, None, prompts.get(i), keeps_state=self._keep_state(item))
+        return [results[i] for i in range(len(step.scheduled))]
+
+    def _prompt_logprobs(self, item: Scheduled, logits: Tensor) -> list[TokenLogprobs]:
+        first = item.start + item.prompt_rows.start + 1
+        targets = item.seq.tokens[first : first + len(item.prompt_rows)]
+        return token_logprobs(logits, targets, item.seq.params.prompt_logprobs or 0)
+
+    def _sample(self, step: Step, logits: Tensor, ready: list[int]) -> list[Sampled | LongspanError]:
+        if not ready:
+            return []
+        rows = [step.rows[i].end - 1 for i in ready]
+        chosen = logits if rows == list(range(len(logits))) else logits[rows]
+        return self._sampler.sample(chosen, [step.scheduled[i].seq for i in ready])
+
+    def _keep_state(self, item: Scheduled) -> bool:
+        if item.state_slot is None or not self._memory.is_finite(item.memory.slot, item.new_pages):
+            return False
+        self._memory.copy_state(item.memory.slot, item.state_slot)
+        return True
 
 
-def _wanted_rows(item: Scheduled) -> tuple[list[int], bool]:
-    """Rows of this chunk whose logits are wanted, and whether the last of them is to be sampled from."""
-    seq, count = item.seq, item.num_tokens
-    rows: list[int] = []
-    if seq.prompt_logprobs is not None:
-        # The row of position p predicts token p + 1; recomputed positions have theirs already.
-        first = len(seq.prompt_logprobs) - 1 - seq.num_computed
-        last = seq.num_prompt_tokens - 1 - seq.num_computed
-        rows = list(range(max(first, 0), min(last, count)))
-    samples = count == seq.num_uncomputed
-    if samples:
-        rows.append(count - 1)
-    return rows, samples
+def _finite_rows(logits: Tensor) -> list[bool] | None:
+    """Which rows hold numbers only; None: all. One pass, since a sum shows what isn't finite."""
+    if bool(torch.isfinite(logits.sum(dim=1)).all()):
+        return None
+    return torch.isfinite(logits).all(dim=1).tolist()

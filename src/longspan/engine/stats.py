@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from longspan.memory.use import MemoryUse
+
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Steps are counted by how many tokens they compute: at most so many, and a last class for more."""
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Who holds the bytes of the arena; what is left of `total_bytes` is free."""
-
-    total_bytes: int = 0
-    page_bytes_running: int = 0
-    page_bytes_cached: int = 0  # of the prefix cache alone, given up when somebody needs them
-    state_bytes_running: int = 0
-    state_bytes_cached: int = 0
-    swap_bytes: int = 0  # in the host pool, of preempted sequences
-    swap_total_bytes: int = 0
 
 
 @dataclass(frozen=True)

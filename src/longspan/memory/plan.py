@@ -15,7 +15,7 @@ from pathlib import Path
 from longspan.config import ModelConfig
 from longspan.errors import CapacityError
 from longspan.memory.activations import activation_bytes
-from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
+from longspan.memory.sizes import page_layout, page_stride, pages_per_slab, slot_layout
 
 GIB = 2**30
 DEFAULT_NUM_SEQS = 64
@@ -25,40 +25,42 @@ DEFAULT_CACHE_BYTES = GIB
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes of one engine. All bytes together are an upper bound of what it takes beside Python itself."""
+    """Sizes of one engine. All bytes together are an upper bound of what it takes beside Python itself.
+
+    The cache is one arena of slabs. A slab is the KDA state of a running sequence or of a checkpoint of the
+    prefix cache, or `pages_per_slab` pages, whichever is needed.
+    """
 
     page_size: int
-    num_pages: int
-    num_slots: int  # sequences that can run at once
+    pages_per_slab: int
+    num_slabs: int
+    max_num_seqs: int  # sequences that can run at once
     max_model_len: int
-    page_bytes: int = 0
-    slot_bytes: int = 0
+    slab_bytes: int = 0
+    swap_bytes: int = 0  # of the host pool, taken as sequences are swapped out
     weight_bytes: int = 0  # mapped from the files, so the system may drop and read them again
     activation_bytes: int = 0
 
     @property
     def cache_bytes(self) -> int:
-        return self.num_pages * self.page_bytes + self.num_slots * self.slot_bytes
+        return self.num_slabs * self.slab_bytes
 
     @property
     def total_bytes(self) -> int:
-        return self.cache_bytes + self.weight_bytes + self.activation_bytes
+        return self.cache_bytes + self.swap_bytes + self.weight_bytes + self.activation_bytes
 
     def lines(self) -> list[tuple[str, str, str]]:
         """(what, size, remark) of each part, for people."""
-        tokens = self.num_pages * self.page_size
+        tokens = self.pages_per_slab * self.page_size
         return [
             ("weights", show_bytes(self.weight_bytes), "mapped from the checkpoint"),
             (
-                "cache pages",
-                show_bytes(self.num_pages * self.page_bytes),
-                f"{self.num_pages} of {self.page_size} tokens, {tokens} in all",
+                "cache",
+                show_bytes(self.cache_bytes),
+                f"{self.num_slabs} slabs of {show_bytes(self.slab_bytes)}, each a KDA state or {tokens} tokens; "
+                f"for up to {self.max_num_seqs} running sequences and the prefix cache",
             ),
-            (
-                "KDA states",
-                show_bytes(self.num_slots * self.slot_bytes),
-                f"{self.num_slots} sequences at once",
-            ),
+            ("host pool", show_bytes(self.swap_bytes), "for sequences that are preempted"),
             ("activations", show_bytes(self.activation_bytes), "of the largest step"),
             (
                 "total, at most",
@@ -79,6 +81,7 @@ def plan_memory(
     max_num_seqs: int | None = None,
     max_model_len: int | None = None,
     cache_gib: float | None = None,
+    swap_gib: float | None = None,
     weight_bytes: int = 0,
     available_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -86,8 +89,8 @@ def plan_memory(
     `available_bytes` None: what the machine has free now.
 
     `cache_gib` None: enough for one longest sequence and for all KDA states, at least DEFAULT_CACHE_BYTES,
-    but never more than half of the room beside the weights. Cache and activations together must fit in that
-    room. Raises CapacityError.
+    but never more than half of the room beside the weights. `swap_gib` None: a quarter of the cache, if there is
+    room. Cache, host pool and activations together must fit in that room. Raises CapacityError.
     """
     if index_key_dtype != "auto" and config.indexer is None:
         raise CapacityError(
@@ -100,50 +103,64 @@ def plan_memory(
             f"max_model_len is {max_model_len}, the model was made for {longest} tokens.",
             remedy=f"Ask for at most {longest}.",
         )
-    page_bytes = page_size * bytes_per_token(config, element_bytes, index_key_dtype).total
-    slot_bytes = bytes_per_sequence(config, element_bytes).total
-    wanted_pages = ceil((max_model_len or longest) / page_size)
-    wanted_slots = max_num_seqs or DEFAULT_NUM_SEQS
+    page_bytes = page_layout(config, page_size, element_bytes, index_key_dtype).num_bytes
+    slot_bytes = slot_layout(config, element_bytes).num_bytes
+    per_slab = pages_per_slab(page_bytes, slot_bytes)
+    slab = _Slab(page_size * per_slab, per_slab * page_stride(page_bytes, slot_bytes, per_slab))
+    wanted = slab.count_for(max_model_len or longest)
     available = available_memory() if available_bytes is None else available_bytes
     # Weights are mapped: where they are larger than memory they are read again and again, and still serve.
     room = max(available - weight_bytes, available // 4)
     if cache_gib is not None:
         budget = min(int(cache_gib * GIB), room)  # more is refused below, unless it would never be used
     else:
-        budget = min(
-            room // 2, max(wanted_pages * page_bytes, DEFAULT_CACHE_BYTES) + wanted_slots * slot_bytes
-        )
+        states = (max_num_seqs or DEFAULT_NUM_SEQS) * slab.num_bytes
+        budget = min(room // 2, max(wanted * slab.num_bytes, DEFAULT_CACHE_BYTES) + states)
+    num_slabs = budget // slab.num_bytes
 
-    # What must be there, so that one sequence runs; the rest of the budget goes to whatever was left open.
-    needed_pages = wanted_pages if max_model_len is not None else ceil(2 / page_size)
-    num_slots = max_num_seqs
-    if num_slots is None:
-        for_slots = budget - (needed_pages * page_bytes if max_model_len is not None else budget // 2)
-        num_slots = max(1, min(DEFAULT_NUM_SEQS, for_slots // slot_bytes))
-    num_pages = (budget - num_slots * slot_bytes) // page_bytes
-    if num_pages < needed_pages:
-        raise _too_small(budget, room, page_size, page_bytes, slot_bytes, max_num_seqs, max_model_len)
-    num_pages = min(num_pages, num_slots * wanted_pages)
-    logit_rows = num_slots + extra_logit_rows
+    # What must be there, so that one sequence runs; how many run beside it is left open or asked for.
+    needed = wanted if max_model_len is not None else 1
+    num_seqs = max_num_seqs
+    if num_seqs is None:
+        for_states = num_slabs - (needed if max_model_len is not None else num_slabs // 2)
+        num_seqs = max(1, min(DEFAULT_NUM_SEQS, for_states))
+    if num_slabs < needed + num_seqs:
+        raise _too_small(budget, room, slab, max_num_seqs, max_model_len)
+    logit_rows = num_seqs + extra_logit_rows
+    step_bytes = activation_bytes(config, max_num_batched_tokens, logit_rows, element_bytes)
+    left = max(0, room - num_slabs * slab.num_bytes - step_bytes)
+    swap_bytes = int(swap_gib * GIB) if swap_gib is not None else min(num_slabs * slab.num_bytes // 4, left)
     plan = MemoryPlan(
         page_size=page_size,
-        num_pages=num_pages,
-        num_slots=num_slots,
-        max_model_len=max_model_len or min(longest, num_pages * page_size),
-        page_bytes=page_bytes,
-        slot_bytes=slot_bytes,
+        pages_per_slab=per_slab,
+        num_slabs=num_slabs,
+        max_num_seqs=num_seqs,
+        max_model_len=max_model_len or min(longest, (num_slabs - 1) * slab.num_tokens),
+        slab_bytes=slab.num_bytes,
+        swap_bytes=swap_bytes,
         weight_bytes=weight_bytes,
-        activation_bytes=activation_bytes(config, max_num_batched_tokens, logit_rows, element_bytes),
+        activation_bytes=step_bytes,
     )
-    if plan.cache_bytes + plan.activation_bytes > room:
+    if plan.cache_bytes + plan.swap_bytes + plan.activation_bytes > room:
         tokens = bisect_right(
             range(max_num_batched_tokens),
-            room - plan.cache_bytes,
+            room - plan.cache_bytes - (plan.swap_bytes if swap_gib is not None else 0),
             key=lambda count: activation_bytes(config, count, logit_rows, element_bytes),
         )
-        least_cache = needed_pages * page_bytes + (max_num_seqs or 1) * slot_bytes
+        least_cache = (needed + (max_num_seqs or 1)) * slab.num_bytes
         raise _too_large(plan, room, available, least_cache, largest_step=tokens - 1)
     return plan
+
+
+@dataclass(frozen=True)
+class _Slab:
+    """What one slab holds: one state, or this many tokens."""
+
+    num_tokens: int
+    num_bytes: int
+
+    def count_for(self, num_tokens: int) -> int:
+        return ceil(num_tokens / self.num_tokens)
 
 
 def _too_large(
@@ -151,14 +168,15 @@ def _too_large(
 ) -> CapacityError:
     """The error for cache and activations beyond `room`, with the largest legal number of each."""
     remedies = []
-    gib = floor(100 * (room - plan.activation_bytes) / GIB) / 100
+    gib = floor(100 * (room - plan.activation_bytes - plan.swap_bytes) / GIB) / 100
     if gib * GIB >= least_cache:
         remedies.append(f"give --cache-gib {gib:.2f}")
     if largest_step > 0:
         remedies.append(f"lower --max-num-batched-tokens to {largest_step}")
     remedies = remedies or ["lower --cache-gib, --max-num-batched-tokens and --max-num-seqs together"]
+    swap = f", the host pool of {show_bytes(plan.swap_bytes)}" if plan.swap_bytes else ""
     return CapacityError(
-        f"The cache of {show_bytes(plan.cache_bytes)} and a step of {show_bytes(plan.activation_bytes)} "
+        f"The cache of {show_bytes(plan.cache_bytes)}{swap} and a step of {show_bytes(plan.activation_bytes)} "
         f"don't fit: {show_bytes(available)} are free, of which they may take {show_bytes(room)} "
         f"beside the weights of {show_bytes(plan.weight_bytes)}.",
         remedy=f"Free some memory, or {', or '.join(remedies)}.",
@@ -166,30 +184,23 @@ def _too_large(
 
 
 def _too_small(
-    budget: int,
-    room: int,
-    page_size: int,
-    page_bytes: int,
-    slot_bytes: int,
-    max_num_seqs: int | None,
-    max_model_len: int | None,
+    budget: int, room: int, slab: _Slab, max_num_seqs: int | None, max_model_len: int | None
 ) -> CapacityError:
     """The error for a budget that can't hold what was asked for, with the largest numbers that it can."""
-    pages = ceil((max_model_len or 2) / page_size)
-    slots = max_num_seqs or 1
-    needed = pages * page_bytes + slots * slot_bytes
+    states, length = max_num_seqs or 1, max_model_len or 2
+    fitting = budget // slab.num_bytes
+    needed = (states + slab.count_for(length)) * slab.num_bytes
     gib = ceil(100 * needed / GIB) / 100
     remedies = [f"give --cache-gib {gib:.2f}"] if gib * GIB <= room else []
-    fitting_slots = (budget - pages * page_bytes) // slot_bytes
-    if max_num_seqs is not None and fitting_slots > 0:
-        remedies.append(f"lower --max-num-seqs to {fitting_slots}")
-    fitting_tokens = (budget - slots * slot_bytes) // page_bytes * page_size
-    if max_model_len is not None and fitting_tokens >= 2:
-        remedies.append(f"lower --max-model-len to {fitting_tokens}")
+    fitting_states = fitting - slab.count_for(length)
+    if max_num_seqs is not None and fitting_states > 0:
+        remedies.append(f"lower --max-num-seqs to {fitting_states}")
+    if max_model_len is not None and fitting > states:
+        remedies.append(f"lower --max-model-len to {(fitting - states) * slab.num_tokens}")
     return CapacityError(
-        f"The cache of {show_bytes(budget)} can't hold {slots} KDA state{'s' * (slots > 1)} of "
-        f"{show_bytes(slot_bytes)} and {pages} page{'s' * (pages > 1)} of {show_bytes(page_bytes)} "
-        f"for one sequence of {max_model_len or 2} tokens: that takes {show_bytes(needed)}.",
+        f"The cache of {show_bytes(budget)} can't hold {states} KDA state{'s' * (states > 1)} and one sequence "
+        f"of {length} tokens, in slabs of {show_bytes(slab.num_bytes)}, each a state or {slab.num_tokens} "
+        f"tokens: that takes {show_bytes(needed)}.",
         remedy=f"To mend it, {', or '.join(remedies or ['free some memory'])}.",
     )
 

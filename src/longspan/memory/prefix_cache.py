@@ -241,6 +241,17 @@ class PrefixCache:
             return False
         worth, _, _, checkpoint = min(tops)
         self._clock = max(self._clock, worth)
+        self._remove(checkpoint)
+        return True
+
+    def drop(self, checkpoint: Checkpoint) -> bool:
+        """Gives up a state for one further down the same path; not if it is pinned, evicted or a leaf."""
+        if checkpoint.pins or not checkpoint.alive or not checkpoint.children:
+            return False
+        self._remove(checkpoint)
+        return True
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
         checkpoint.alive = False
         checkpoint.ticket = 0
         self.num_checkpoints -= 1
@@ -253,7 +264,6 @@ class PrefixCache:
         else:
             self._cut_off(checkpoint)
             self._give_back(checkpoint.run, [checkpoint.slot])
-        return True
 
     def clear(self) -> int:
         """Evicts every unpinned checkpoint; how many they were. What pinned ones need stays."""

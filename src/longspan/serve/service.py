@@ -39,7 +39,7 @@ class Service:
         self.tokenizer = engine.tokenizer
         self.options = options
         self.metrics = Metrics(options.served_model_names[0], lambda: engine.stats)
-        self._capacity = engine.plan.num_slots + options.max_queue  # choices that run or wait
+        self._capacity = engine.plan.max_num_seqs + options.max_queue  # choices that run or wait
         self._admitted = 0
         tokens = map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))
         self._max_bytes = engine.max_model_len * max(map(len, tokens))
