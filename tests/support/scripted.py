@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +28,7 @@ from longspan.ops.batch import LayerView, StepBatch
 from longspan.serve.app import create_app
 from longspan.serve.server import Server, bind
 from longspan.serve.service import ServeOptions, Service
+from longspan.serve.tracing import Tracing
 
 ROOT = Path(__file__).parents[2]
 Script = Callable[[list[int]], Sequence[int]]
@@ -95,6 +98,21 @@ class Reciter:
         return self._reply
 
 
+class Hold:
+    """Stops a model before its next step until released."""
+
+    def __init__(self, model: ScriptedModel) -> None:
+        self.reached, self._free = threading.Event(), threading.Event()
+        model.before_step = self._wait
+
+    def _wait(self) -> None:
+        self.reached.set()
+        assert self._free.wait(60)
+
+    def release(self) -> None:
+        self._free.set()
+
+
 @dataclass
 class Running:
     """A server that is up."""
@@ -123,6 +141,16 @@ class Running:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
 
+    def post_and_leave(self, path: str, body: Any, after: float) -> None:
+        """Sends a request and closes the socket after so many seconds, whatever has come by then."""
+        host, port = self.url.removeprefix("http://").split(":")
+        data = json.dumps(body).encode()
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(data)}\r\n\r\n"
+            connection.sendall(head.encode() + data)
+            time.sleep(after)
+
     def wait_until_idle(self) -> None:
         """Returns when nothing runs, nothing waits and all memory is free; fails if that never happens."""
         memory = self.engine.memory
@@ -144,6 +172,7 @@ def running_server(
     page_size: int = 16,
     num_slots: int = 4,
     drain_seconds: float = 5,
+    tracing: Tracing | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Serves `model` on a free port from a thread of this process."""
@@ -151,7 +180,7 @@ def running_server(
     engine = Engine(model, tokenizer, EngineOptions(dtype="float32"), plan, poison=True)
     async_engine = AsyncEngine(engine)
     service = Service(async_engine, ServeOptions(**{"served_model_names": ("tiny", "alias")} | options))
-    app = create_app(service, draining=lambda: server.should_exit)
+    app = create_app(service, draining=lambda: server.should_exit, tracing=tracing)
     up = threading.Event()
     server = Server(
         app,

@@ -50,7 +50,7 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^vllm:{name}\{{model_name=[^}}]*\}} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
         assert found, text
         return float(found[1])
 

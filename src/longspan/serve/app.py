@@ -29,15 +29,21 @@ from longspan.serve.protocol import (
     parse_body,
 )
 from longspan.serve.service import Service
+from longspan.serve.sight import Sight
+from longspan.serve.tracing import Tracing
 
 
-def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -> FastAPI:
+def create_app(
+    service: Service, draining: Callable[[], bool] = lambda: False, tracing: Tracing | None = None
+) -> FastAPI:
     """All routes over one engine. `draining()`: the server was told to stop, so new work is refused."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await service.engine.shutdown()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="Longspan", version=__version__, lifespan=lifespan)
     install_handlers(app)
@@ -45,6 +51,7 @@ def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -
     app.add_middleware(
         Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes, draining=draining
     )
+    app.add_middleware(Sight, metrics=service.metrics, tracing=tracing)  # the last is the outermost
     _add_generation_routes(app, service)
     _add_token_routes(app, service)
     _add_state_routes(app, service, draining)

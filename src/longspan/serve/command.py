@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longspan import logs
 from longspan.engine.options import EngineOptions, add_engine_arguments
 from longspan.errors import CapacityError
 
@@ -59,8 +60,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30,
         help="after SIGTERM or Ctrl-C, how long running requests may go on (default: %(default)s)",
     )
-    group.add_argument("--access-log", action="store_true", help="print a line for each request")
+    _add_sight_arguments(parser)
     add_engine_arguments(parser)
+
+
+def _add_sight_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logs and traces")
+    group.add_argument(
+        "--log-level",
+        choices=logs.LEVELS,
+        default="info",
+        help="info has a line for each request that was answered (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=logs.FORMATS,
+        default="text",
+        help="json: an object per line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--access-log",
+        action="store_true",
+        help="also log every HTTP request as web servers do, probes and scrapers included",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, by OTLP over HTTP "
+        "(needs longspan[otel])",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -74,6 +102,8 @@ def main(args: argparse.Namespace) -> int:
     if args.api_key is not None and not args.api_key.strip():
         raise CapacityError("--api-key is empty.", remedy="Give a key, or leave it out to ask for none.")
 
+    logs.configure(args.log_level, args.log_format, access_log=args.access_log)
+
     from longspan.serve.server import Server, bind
 
     # First of all, so that a taken port is known before weights are read.
@@ -82,17 +112,21 @@ def main(args: argparse.Namespace) -> int:
         from longspan.engine.engine import Engine
         from longspan.serve.app import create_app
         from longspan.serve.service import ServeOptions, Service
+        from longspan.serve.tracing import Tracing
 
+        names = tuple(args.served_model_name or [args.model.resolve().name])
+        endpoint = args.otlp_traces_endpoint
+        tracing = Tracing.to_endpoint(names[0], endpoint) if endpoint is not None else None
         engine = Engine.from_path(args.model, EngineOptions.from_args(args))
         options = ServeOptions(
-            served_model_names=tuple(args.served_model_name or [args.model.resolve().name]),
+            served_model_names=names,
             api_key=args.api_key and args.api_key.strip(),
             max_queue=args.max_queue,
             max_body_bytes=int(args.max_body_mib * 2**20),
         )
         async_engine = AsyncEngine(engine)
         service = Service(async_engine, options)
-        app = create_app(service, draining=lambda: server.should_exit)
+        app = create_app(service, draining=lambda: server.should_exit, tracing=tracing)
         url = f"http://{_reachable(args.host)}:{listener.getsockname()[1]}"
         server = Server(
             app,
