@@ -6,17 +6,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from longspan.chat import Tokenizer
 from longspan.engine.engine import Engine
 from longspan.engine.options import EngineOptions
 from longspan.engine.output import Finish, StepOutput, TokenLogprobs
 from longspan.engine.readers import Reader, TokenReader
-from longspan.engine.request import Request, SamplingParams, TokenConstraint
+from longspan.engine.request import Request, SamplingParams
 from longspan.engine.runner import Model
 from longspan.memory.plan import MemoryPlan
 
 
 def make_engine(
     model: Model,
+    tokenizer: Tokenizer | None = None,
     *,
     num_pages: int = 64,
     page_size: int = 4,
@@ -36,19 +38,19 @@ def make_engine(
         seed=seed,
     )
     plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len or num_pages * page_size)
-    return Engine(model, None, options, plan, poison)
+    return Engine(model, tokenizer, options, plan, poison)
 
 
 def make_request(
     id: str,
     prompt: list[int],
     make_reader: Callable[[], Reader] = TokenReader,
-    make_constraint: Callable[[], TokenConstraint] | None = None,
+    structure: Any = None,
     **params: Any,
 ) -> Request:
     """Greedy, 8 tokens and blind to the end of text, unless `params` say otherwise."""
     given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
-    return Request(id, prompt, SamplingParams(**given), make_reader, make_constraint)
+    return Request(id, prompt, SamplingParams(**given), make_reader, structure)
 
 
 @dataclass

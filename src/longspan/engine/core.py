@@ -25,6 +25,7 @@ from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan, plan_memory
 from longspan.model.loader import load_model
 from longspan.ops.backend import select_backend
+from longspan.structure import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class EngineCore:
         self._scheduler = Scheduler(self.memory, options.max_num_batched_tokens)
         self._runner = Runner(model, self.memory)
         self._sampler = Sampler(model.ops, model.config.eos_token_ids)
+        self._vocabulary = Vocabulary(tokenizer, model.config.eos_token_ids) if tokenizer else None
         self._running: dict[str, list[Sequence]] = {}  # unfinished choices of each request
         self._seeds = random.Random(options.seed)
         self._prompt_tokens = 0
@@ -97,6 +99,12 @@ class EngineCore:
     def validate(self, request: Request) -> None:
         """Raises RequestError if the request can't be served. Any thread may call: it reads no state."""
         request.validate(self.config.vocab_size, self.max_model_len)
+        if request.structure and not self._vocabulary:
+            raise RequestError(
+                "This checkpoint has no tokenizer, so nobody can tell what tokens obey a structure.",
+                param="structured_outputs",
+                remedy="Leave it out.",
+            )
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can't be served as asked."""
@@ -108,7 +116,7 @@ class EngineCore:
         seed = request.params.seed
         if seed is None:
             seed = self._seeds.getrandbits(64)
-        seqs = [Sequence(request, index, seed) for index in range(request.params.n)]
+        seqs = [Sequence(request, index, seed, self._vocabulary) for index in range(request.params.n)]
         self._running[request.id] = seqs
         for seq in seqs:
             self._scheduler.add(seq)

@@ -13,6 +13,7 @@ from longspan.engine.output import Started, TokenLogprobs
 from longspan.engine.request import Request
 from longspan.engine.token_history import TokenHistory
 from longspan.memory.memory import SequenceMemory
+from longspan.structure import Vocabulary
 
 BAN = -100
 """A logit_bias of this bans a token, whatever its logit and the temperature."""
@@ -25,14 +26,15 @@ class Sequence:
     preemption can't change it.
     """
 
-    def __init__(self, request: Request, index: int, seed: int) -> None:
+    def __init__(self, request: Request, index: int, seed: int, vocabulary: Vocabulary | None = None) -> None:
+        """`vocabulary` None: of a model without a tokenizer."""
         self.request = request
         self.params = request.params
         self.index = index
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.tokens)
         self.memory: SequenceMemory | None = None
-        self.constraint = request.make_constraint() if request.make_constraint else None
+        self.constraint = request.structure.start(vocabulary) if request.structure and vocabulary else None
         self.stream = random.Random(f"{seed}:{index}").getrandbits(64)
         self.history = TokenHistory(self.tokens) if self.params.penalises else None
         self.arrived = time.monotonic()
@@ -74,7 +76,7 @@ class Sequence:
         if self.history:
             self.history.append(token_id)
         if self.constraint:
-            self.constraint.push(token_id)
+            self.constraint.accept(token_id)
 
     def take_started(self) -> Started | None:
         """Once, with the first output."""
