@@ -141,15 +141,18 @@ class Running:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
 
-    def post_and_leave(self, path: str, body: Any, after: float) -> None:
-        """Sends a request and closes the socket after so many seconds, whatever has come by then."""
+    def post_and_leave(self, path: str, body: Any, after: float | threading.Event) -> None:
+        """Sends a request and closes the socket after so many seconds, or once something happened."""
         host, port = self.url.removeprefix("http://").split(":")
         data = json.dumps(body).encode()
         with socket.create_connection((host, int(port))) as connection:
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             head += f"Content-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
-            time.sleep(after)
+            if isinstance(after, threading.Event):
+                assert after.wait(30)
+            else:
+                time.sleep(after)
 
     def wait_until_idle(self) -> None:
         """Returns when nothing runs, nothing waits and all memory is free; fails if that never happens."""
