@@ -16,6 +16,7 @@ from longspan.memory.plan import MemoryPlan
 from longspan.serve.failures import QueueFullError, UnknownModelError
 from longspan.serve.metrics import Meter, Metrics
 from longspan.serve.record import remember
+from longspan.structure import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Service:
             )
         self.engine = engine
         self.tokenizer = engine.tokenizer
+        self.vocabulary = Vocabulary(self.tokenizer, engine.config.eos_token_ids)
         self.options = options
         model = options.served_model_names[0]
         self.metrics = Metrics(model, lambda: engine.stats, _cache_config(engine.plan))
