@@ -19,6 +19,7 @@ from longspan.serve.completions import COMPLETIONS
 from longspan.serve.failures import failure, install_handlers
 from longspan.serve.gate import Gate
 from longspan.serve.json_text import JsonResponse
+from longspan.serve.page import add_page_routes
 from longspan.serve.prompts import chat_prompt
 from longspan.serve.protocol import DetokenizeRequest, TokenizeRequest
 from longspan.serve.route import add_route, takes
@@ -50,6 +51,7 @@ def create_app(
     _add_generation_routes(app, service)
     _add_token_routes(app, service)
     _add_state_routes(app, service, draining)
+    add_page_routes(app)
     return app
 
 
