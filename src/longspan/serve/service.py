@@ -100,10 +100,8 @@ class Service:
         Leaving the block, for whatever reason, ends what still runs. Raises QueueFullError at once, and while
         iterating the error of a choice that failed, or OverloadedError if the engine gave it up.
         """
-        if not self.engine.healthy:
-            raise OverloadedError(
-                "The engine is dead or shutting down.", remedy="Restart it; its log says why."
-            )
+        if refusal := self.engine.refusal:
+            raise refusal
         wanted = sum(request.params.n for request in requests)
         if self._admitted + wanted > self._capacity:
             raise QueueFullError(
