@@ -77,7 +77,7 @@ class StructuredOutputs:
         if self.choice is not None:
             literals = [json.dumps(text) for text in self.choice]
             check_size("".join(literals), param)
-            return _lark_answer("start: " + " | ".join(literals), param)
+            return _lark_answer("start: T\nT: " + " | ".join(literals), param)
         grammar = self.grammar or ""
         check_size(grammar, param)
         try:

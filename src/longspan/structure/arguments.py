@@ -20,7 +20,7 @@ from longspan.chat.tool_choice import Function
 from longspan.errors import RequestError
 from longspan.structure.lark import Rules
 from longspan.structure.schema import check_schema, definitions, with_blanks
-from longspan.structure.values import NotRaw, types_of, values
+from longspan.structure.values import Definitions, NotRaw, types_of, values
 
 MAX_ANY_ORDER = 64  # bits of the parameter of a rule
 
@@ -37,7 +37,7 @@ def arguments(rules: Rules, function: Function) -> str:
     check_schema(schema, where)
     schema = {} if schema is True else schema
     try:
-        if "object" not in types_of(schema, definitions(schema)):
+        if "object" not in types_of(schema, Definitions(schema)):
             what = f"`{where}` allows no object, and arguments are one."
             raise RequestError(what, param=where, remedy='Send {"type": "object", "properties": {...}}.')
         return _tags(rules, schema)
@@ -61,7 +61,7 @@ def _block(rules: Rules, schema: dict[str, Any]) -> str:
 def _tags(rules: Rules, schema: dict[str, Any]) -> str:
     if _COMBINED & schema.keys():
         raise NotRaw
-    defs = definitions(schema)
+    defs = Definitions(schema)
     declared, required = dict(schema.get("properties", {})), list(schema.get("required", ()))
     for name in required:
         declared.setdefault(name, schema.get("additionalProperties", True))
@@ -91,7 +91,7 @@ def _each_once(rules: Rules, once: list[str], num_required: int, extra: str | No
     return f"{name}::0"
 
 
-def _argument(rules: Rules, key: list[Segment] | str, schema: Any, defs: dict[str, Any]) -> str | None:
+def _argument(rules: Rules, key: list[Segment] | str, schema: Any, defs: Definitions) -> str | None:
     """One argument. `key`: segments, or the name of a terminal. None if no value satisfies the schema."""
     close = rules.tokens(xtml.close_tag("argument"))
     alternatives = []
@@ -105,7 +105,7 @@ def _argument(rules: Rules, key: list[Segment] | str, schema: Any, defs: dict[st
     return rules.rule(" | ".join(alternatives)) if alternatives else None
 
 
-def _undeclared(rules: Rules, schema: Any, declared: dict[str, Any], defs: dict[str, Any]) -> str | None:
+def _undeclared(rules: Rules, schema: Any, declared: dict[str, Any], defs: Definitions) -> str | None:
     """An argument of any key but those `declared`."""
     if schema is False:
         return None

@@ -1,19 +1,24 @@
-"""`Structure`: what every reply to a request must obey. `Constraint`: which tokens may come next in one."""
+"""`Structure`: what every reply to a request must obey. `Constraint`: which tokens may come next in one.
+
+Masks are made in the engine's process. The server's, which only checks, does without torch.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from llguidance import LLMatcher
-from torch import Tensor
 
 from longspan.chat import xtml
 from longspan.errors import LongspanError, RequestError
-from longspan.structure.vocabulary import Vocabulary
+from longspan.structure.vocabulary import Vocabulary, waited_for
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Structure:
 
     def check(self, vocabulary: Vocabulary, param: str) -> None:
         """Compiles it. Raises RequestError, naming `param`, where no reply can obey."""
-        matcher = vocabulary.compile(self.grammar).result().deep_copy()
+        matcher = waited_for(vocabulary.compile(self.grammar)).deep_copy()
         matcher.consume_tokens(list(self.prefix))
         matcher.compute_bitmask()
         if matcher.is_error():
@@ -57,6 +62,8 @@ class Constraint:
 
         Raises LongspanError if the grammar turned out to be too complex.
         """
+        import torch
+
         if self._free is not None:
             return self._free
         bits = torch.empty(self._words, dtype=torch.int32)
@@ -76,7 +83,7 @@ class Constraint:
 
     def _start(self) -> LLMatcher:
         if self._matcher is None:
-            self._matcher = self._compiled.result().deep_copy()
+            self._matcher = waited_for(self._compiled).deep_copy()
             self._matcher.consume_tokens(self._prefix)
         return self._matcher
 
@@ -102,6 +109,8 @@ def _check(matcher: LLMatcher) -> None:
 @lru_cache(maxsize=8)
 def _thinking_mask(vocabulary: Vocabulary) -> Tensor:
     """All ordinary tokens, and the one that closes the channel."""
+    import torch
+
     tokenizer = vocabulary.tokenizer
     allowed = np.zeros((tokenizer.vocab_size + 31) // 32 * 32, dtype=bool)
     allowed[: tokenizer.n_base] = True

@@ -8,25 +8,52 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from longspan.structure.lark import Rules
-from longspan.structure.schema import schema_problem, with_blanks
+from longspan.structure.schema import definitions, schema_problem, with_blanks
 from longspan.structure.vocabulary import dump, error_in
 
 LABELS = ("string", "number", "boolean", "null", "object", "array")
 _LENGTHS = {"minLength", "maxLength"}
 _ABOUT_STRINGS = {"const", "enum", "pattern", *_LENGTHS, "anyOf", "oneOf", "allOf", "$ref", "$dynamicRef"}
 _ABOUT_STRINGS |= {"not", "if", "then", "else"}
-_MAX_REFS = 32
 
 
 class NotRaw(Exception):
     """The schema can't be told as raw strings and JSON values between tags."""
 
 
-def values(rules: Rules, schema: Any, defs: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and grammar of each type that satisfies `schema`, whose `$ref`s point into `defs`.
+class Definitions:
+    """What `$ref`s of a schema may point to, and what was found out about it before."""
 
-    Raises NotRaw.
-    """
+    def __init__(self, schema: Any) -> None:
+        self.members = definitions(schema)
+        self._types: dict[str, set[str]] = {}
+        self._strings: dict[str, str | None] = {}
+
+    def types(self, where: str) -> set[str]:
+        if where not in self._types:
+            self._types[where] = set(LABELS)  # if it refers to itself
+            self._types[where] = types_of(self._target(where), self)
+        return self._types[where]
+
+    def string(self, rules: Rules, where: str) -> str:
+        """Raises NotRaw, also for what refers to itself."""
+        if where not in self._strings:
+            self._strings[where] = None
+            self._strings[where] = _string(rules, self._target(where), self)
+        found = self._strings[where]
+        if found is None:
+            raise NotRaw
+        return found
+
+    def _target(self, where: str) -> Any:
+        match where.split("/"):
+            case ["#", key, name] if name in self.members.get(key, ()):
+                return self.members[key][name]
+        raise NotRaw
+
+
+def values(rules: Rules, schema: Any, defs: Definitions) -> list[tuple[str, str]]:
+    """Label and grammar of each type that satisfies `schema`. Raises NotRaw."""
     schema = {} if schema is True else schema
     labels = types_of(schema, defs)
     return [
@@ -36,7 +63,7 @@ def values(rules: Rules, schema: Any, defs: dict[str, Any]) -> list[tuple[str, s
     ]
 
 
-def types_of(schema: Any, defs: dict[str, Any], depth: int = 0) -> set[str]:
+def types_of(schema: Any, defs: Definitions) -> set[str]:
     """The labels of the types that a value may have; too many rather than too few."""
     labels: set[str] = set(LABELS)
     if isinstance(schema, bool):
@@ -46,15 +73,15 @@ def types_of(schema: Any, defs: dict[str, Any], depth: int = 0) -> set[str]:
         labels &= {_label(kind) for kind in (given if isinstance(given, list) else [given])}
     if "const" in schema:
         labels &= {label_of(schema["const"])}
-    if isinstance(schema.get("enum"), list):
+    if "enum" in schema:
         labels &= set(map(label_of, schema["enum"]))
-    if "$ref" in schema and depth < _MAX_REFS:
-        labels &= types_of(_target(schema["$ref"], defs), defs, depth + 1)
+    if "$ref" in schema:
+        labels &= defs.types(schema["$ref"])
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            labels &= set().union(*(types_of(branch, defs, depth) for branch in schema[key]))
+            labels &= set().union(*(types_of(branch, defs) for branch in schema[key]))
     for branch in schema.get("allOf", ()):
-        labels &= types_of(branch, defs, depth)
+        labels &= types_of(branch, defs)
     return labels
 
 
@@ -75,11 +102,11 @@ def _label(kind: Any) -> str:
     return "number" if kind == "integer" else kind
 
 
-def _value(rules: Rules, label: str, schema: Any, defs: dict[str, Any], only: bool) -> str | None:
+def _value(rules: Rules, label: str, schema: Any, defs: Definitions, only: bool) -> str | None:
     """None if no value of this type satisfies the schema."""
     if label == "string":
         return _string(rules, schema, defs)
-    part = defs | (schema if only else {"allOf": [schema, {"type": label}]})
+    part = defs.members | (schema if only else {"allOf": [schema, {"type": label}]})
     if problem := schema_problem(part):
         if only:
             raise NotRaw(problem)
@@ -87,13 +114,13 @@ def _value(rules: Rules, label: str, schema: Any, defs: dict[str, Any], only: bo
     return rules.rule("%json " + json.dumps(with_blanks(part)))
 
 
-def _string(rules: Rules, schema: Any, defs: dict[str, Any], depth: int = 0) -> str | None:
+def _string(rules: Rules, schema: Any, defs: Definitions) -> str:
     """A string as it is, without quotes and escapes."""
     if schema is True or not (said := _ABOUT_STRINGS & schema.keys()):
         return rules.any_text
     if said <= {"pattern", *_LENGTHS}:
         return _bounded(rules, schema)
-    if len(said) > 1 or depth == _MAX_REFS:
+    if len(said) > 1:
         raise NotRaw
     (key,) = said
     match key, schema[key]:
@@ -102,16 +129,15 @@ def _string(rules: Rules, schema: Any, defs: dict[str, Any], depth: int = 0) -> 
         case "enum", texts:
             pass
         case "$ref", where:
-            return _string(rules, _target(where, defs), defs, depth + 1)
+            return defs.string(rules, where)
         case (("anyOf" | "oneOf" | "allOf"), branches):
             branches = [branch for branch in branches if "string" in types_of(branch, defs)]
             if key != "anyOf" and len(branches) > 1:
                 raise NotRaw
-            found = [_string(rules, branch, defs, depth + 1) for branch in branches]
-            return rules.rule(" | ".join(part for part in found if part))
+            return rules.rule(" | ".join(_string(rules, branch, defs) for branch in branches))
         case _:
             raise NotRaw
-    return rules.rule(" | ".join(json.dumps(text) for text in texts if isinstance(text, str)))
+    return rules.terminal(" | ".join(json.dumps(text) for text in texts if isinstance(text, str)))
 
 
 def _bounded(rules: Rules, schema: dict[str, Any]) -> str:
@@ -131,11 +157,3 @@ def _bounded(rules: Rules, schema: dict[str, Any]) -> str:
     if error_in(dump({"lark_grammar": f"start: T\nT: {body}"})):
         raise NotRaw
     return rules.terminal(body)
-
-
-def _target(where: str, defs: dict[str, Any]) -> Any:
-    """What a `$ref` into the definitions means. Raises NotRaw for any other."""
-    match where.split("/"):
-        case ["#", key, name] if name in defs.get(key, ()):
-            return defs[key][name]
-    raise NotRaw

@@ -1,18 +1,19 @@
 """Where grammars meet a tokenizer: llguidance's view of ours, and the compiling of grammars for it.
 
 llguidance compiles by recursion, one level for each rule, definition or nested schema on the way, and a stack
-that is full ends the process. So it compiles on one thread with a stack that holds the largest grammar that
-`check_size` lets through.
+that is full ends the process. So each grammar is compiled by a thread whose stack holds the largest one that
+`check_size` lets through. A few intersections of regexes take it for ever: such a thread is left behind.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -23,9 +24,10 @@ from longspan.errors import RequestError
 MAX_TEXT = 200_000  # characters of a regex or grammar, and of all choices
 MAX_NODES = 10_000  # objects and lists in a schema
 _STACK_BYTES = 2**29  # of address space; memory is taken as it is used
+_SECONDS = 10
 
-_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-_pool_lock = threading.Lock()
+_stack_size = threading.Lock()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,16 @@ def dump(*grammars: dict[str, Any]) -> str:
 
 def error_in(grammar: str) -> str | None:
     """What is wrong with a grammar, whatever the tokenizer; None if nothing is."""
-    return _on_large_stack(_error_in, grammar).result()
+    return waited_for(_on_large_stack(lambda: _error_in(grammar)))
+
+
+def waited_for(compiled: Future[T]) -> T:
+    """Raises RequestError if it takes too long."""
+    try:
+        return compiled.result(_SECONDS)
+    except TimeoutError as error:
+        what = f"The structure that was asked for takes more than {_SECONDS} seconds to compile."
+        raise RequestError(what, remedy="Simplify it: fewer patterns at a time for one string.") from error
 
 
 def check_size(value: Any, param: str) -> None:
@@ -72,13 +83,22 @@ def _num_nodes(value: Any) -> int:
     return count
 
 
-def _on_large_stack(function: Any, *args: Any) -> Future[Any]:
-    with _pool_lock:
+def _on_large_stack(function: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            return _pool.submit(function, *args)
+            threading.Thread(target=run, name="grammar", daemon=True).start()
         finally:
             threading.stack_size(before)
+    return future
 
 
 @lru_cache(maxsize=64)
