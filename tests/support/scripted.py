@@ -100,15 +100,18 @@ class Reciter:
 
 
 class Hold:
-    """Stops a model before its next step until released."""
+    """Lets a model make so many steps, then stops it until released."""
 
-    def __init__(self, model: ScriptedModel) -> None:
+    def __init__(self, model: ScriptedModel, after: int = 0) -> None:
         self.reached, self._free = threading.Event(), threading.Event()
+        self._steps_left = after
         model.before_step = self._wait
 
     def _wait(self) -> None:
-        self.reached.set()
-        assert self._free.wait(60)
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            self.reached.set()
+            assert self._free.wait(60)
 
     def release(self) -> None:
         self._free.set()
@@ -160,8 +163,8 @@ class Running:
         memory = self.engine.memory
         for _ in range(2000):
             stats = self.engine.stats
-            if (stats.num_running, stats.num_waiting) == (0, 0):
-                assert (memory.free_pages, memory.free_slots) == (memory.num_pages, memory.num_slots)
+            free = (memory.free_pages, memory.free_slots)
+            if (stats.num_running, stats.num_waiting, *free) == (0, 0, memory.num_pages, memory.num_slots):
                 return
             time.sleep(0.005)
         raise AssertionError(f"still busy: {self.engine.stats}")
