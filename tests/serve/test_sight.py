@@ -36,9 +36,9 @@ def test_a_finished_request_is_one_line_with_its_numbers(
 ) -> None:
     length = server.say("Fine.") + 1
     body = {"prompt": [[1, 2, 3], [4, 5]], "n": 2, "stream": stream, "max_tokens": 40}
-    server.post(TEXT, body)
+    answer = server.post(TEXT, body, headers={"X-Request-Id": "mine"})
     (found,) = fields(lines, 1)
-    assert found.pop("id")
+    assert found.pop("id") == answer.headers["X-Request-Id"] == "mine"
     assert 0 < found.pop("ttft") <= found.pop("seconds")
     numbers = {"prompt_tokens": 5, "cached_tokens": 0, "output_tokens": 4 * length}
     nothing = {"trace_id": None, "error": None, "abandoned": None}

@@ -18,7 +18,7 @@ class Record:
     method: str
     route: str = ""  # a path of the app; whatever the client asked for beside these is "other"
     status: int = 0  # 499: the client hung up before there was an answer
-    request_id: str | None = None
+    request_id: str = ""
     arrived: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     meters: list[Meter] = field(default_factory=list)  # of the engine's requests, one per prompt

@@ -19,7 +19,6 @@ from longspan.serve.tracing import Tracing
 logger = logging.getLogger("longspan.requests")
 
 OTHER_ROUTE = "other"
-_MAX_ID = 128  # characters; it may be the client's
 
 
 class Sight:
@@ -39,7 +38,6 @@ class Sight:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                record.request_id = Headers(raw=message["headers"]).get("x-request-id")
             await send(message)
 
         try:
@@ -54,7 +52,7 @@ class Sight:
         record.ended = time.monotonic()
         record.status = record.status or 499  # cancelled before there was an answer
         record.route = _route(scope)
-        record.request_id = record.request_id or next((m.request.id for m in record.meters), None)
+        record.request_id = scope["state"]["request_id"]  # the gate has given it one
         self._metrics.observe_http(record.route, record.status)
         if not record.asks_for_work:
             return
@@ -77,7 +75,7 @@ def _route(scope: Scope) -> str:
 def _fields(record: Record, trace_id: str | None) -> dict[str, object]:
     error = record.error
     fields: dict[str, object] = {
-        "id": record.request_id and record.request_id[:_MAX_ID],
+        "id": record.request_id,
         "trace_id": trace_id,
         "route": record.route,
         "status": record.status,
