@@ -2,6 +2,7 @@
 # make test    set up, then run the tests
 # make setup   .venv with the `longspan` command; compiles the kernels; again when they or pyproject.toml change
 # make lint    ruff and pyright
+# make soak    MINUTES (20) of mixed load on a server, every answer checked; the report is docs/soak.md
 # make sanitize  the tests of the kernels under address, undefined and thread sanitizers (half an hour)
 
 PYTHON ?= python3
@@ -9,8 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL ?= models/k31-tiny
 PORT ?= 8000
+MINUTES ?= 20
 
-.PHONY: setup serve test lint sanitize clean
+.PHONY: setup serve test lint soak sanitize clean
 
 setup: $(VENV)/.installed
 
@@ -34,6 +36,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+soak: setup
+	cd tools && $(CURDIR)/$(BIN)/python -m soak --model $(abspath $(MODEL)) --minutes $(MINUTES) \
+	  --report $(CURDIR)/docs/soak.md
 
 sanitize: setup
 	for kind in address undefined thread; do tools/sanitize.sh $$kind || exit 1; done

@@ -45,6 +45,16 @@ endpoints:
   longspan generate models/k31-tiny --prompt "In the beginning" --max-tokens 40 --seed 1
   echo "What is 417 + 286?" | longspan generate models/k31-tiny --chat - --no-thinking""",
     ),
+    "top": Command(
+        "Watch a running server in the terminal: speed, latencies, memory, queue.",
+        "longspan.top.command",
+        """\
+  longspan top
+  longspan top http://10.0.0.7:8000 --interval 2 --window 60
+  longspan top --once --json
+
+Works with vLLM's servers too. q or Ctrl-C leaves.""",
+    ),
     "inspect": Command(
         "Show what a checkpoint holds, what is wrong with it and what it needs.",
         "longspan.inspect",
@@ -71,6 +81,29 @@ columns:
 
 Memory is filled at random, so a depth costs no prefill to reach. The limits of the machine are measured
 before and after; the median counts.""",
+    ),
+    "bench serve": Command(
+        "Put a load on a running server and measure what its clients see. Any OpenAI-compatible server.",
+        "longspan.bench.serving.command",
+        """\
+  longspan bench serve http://127.0.0.1:8000 --random-input-len 256 --random-output-len 64 --ignore-eos
+  longspan bench serve --port 8000 --request-rate 1,2,4,8 --goodput ttft:200 tpot:50 --plot rates.png
+  longspan bench serve --port 8000 --max-concurrency 1,4,16 --random-prefix-len 512 --num-prefixes 4
+  longspan bench serve --port 8000 --endpoint /v1/chat/completions --multi-turn 4 --max-concurrency 8
+  longspan bench serve --port 8000 --dataset-name trace --dataset-path trace.jsonl --speed 2 --json out.json
+
+figures, of requests that were answered in full:
+  TTFT, E2EL  from the time scheduled to the first chunk with text, to the last chunk: a request that had to
+              wait in the client counts its wait (no coordinated omission). Rows `sent` leave it out.
+  TPOT        (last chunk - first) / (output tokens - 1), a value a request
+  ITL         between two chunks; 0 for those that came in one read
+  hits        share of prompt tokens from the prefix cache: as `usage` says, else the server's counters
+
+A rate of inf with a limit is a closed loop: so many users, each asking again when answered. Otherwise
+arrivals are fixed beforehand, whatever the server does. Points of a sweep have the same lengths and arrivals,
+and fresh text (a jsonl file's is always the same). Prompts are token ids of exact lengths where the server
+has /tokenize and they can be sent (completions of one turn), else words, as many as its counts suggest.
+`longspan bench ./serve` measures a model in a directory of this name.""",
     ),
     "make-checkpoint": Command(
         "Write a checkpoint of random weights, to measure and to test with.",
@@ -99,7 +132,7 @@ before and after; the median counts.""",
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 2 refused with a message, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = _joined(sys.argv[1:] if argv is None else list(argv))
     args = _parser(chosen=argv[0] if argv else "").parse_args(argv)
     try:
         return import_module(COMMANDS[args.command].module).main(args)
@@ -115,6 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a file that can't be written, a full disk
         print(f"longspan {args.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """A command of two words is one argument."""
+    two = " ".join(argv[:2])
+    return [two, *argv[2:]] if two in COMMANDS else argv
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

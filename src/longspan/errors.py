@@ -40,5 +40,13 @@ class NonFiniteError(LongspanError):
     """The model produced NaN or infinity for one request; that request ends with this error, and no other."""
 
 
+class EngineDeadError(LongspanError):
+    """The engine's process has died, and with it all requests that it worked on (HTTP 500)."""
+
+
 class DeadlineError(LongspanError):
     """The request was not finished within the time that it was given (HTTP 504)."""
+
+
+class BenchError(LongspanError):
+    """A server can't be measured as asked: it can't be reached, or the load or its file makes no sense."""

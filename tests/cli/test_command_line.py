@@ -35,7 +35,9 @@ def test_help_of_a_command_shows_options_and_examples(
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     shown = capsys.readouterr().out
-    example = {"make-checkpoint": " /tmp/mini", "info": ""}.get(command, " models/k31-tiny")
+    example = {"make-checkpoint": " /tmp/mini", "info": "", "top": "", "bench serve": " http://127"}.get(
+        command, " models/k31-tiny"
+    )
     assert f"\n  longspan {command}{example}" in shown
     assert shown.count("\n  -") > 1
 
@@ -51,7 +53,9 @@ def test_what_is_no_command_is_refused_with_the_usage(
     assert "usage: longspan" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"make-checkpoint", "info"}))
+@pytest.mark.parametrize(
+    "command", sorted(COMMANDS.keys() - {"make-checkpoint", "info", "top", "bench serve"})
+)
 def test_a_missing_checkpoint_is_told_in_a_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,18 +4,19 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 from support.fake_model import FakeModel
-from support.serving import assert_all_free, Answers, gather, make_engine, make_request, run
+from support.serving import Answers, assert_all_free, gather, make_engine, make_request, run
 
 from longspan.config import ModelConfig
 from longspan.engine.async_engine import AsyncEngine
 from longspan.engine.engine import Engine
 from longspan.engine.request import Request
+from longspan.engine.worker import ThreadWorker
 from longspan.errors import LongspanError, NonFiniteError, OverloadedError, RequestError
 
 PROMPTS = {"a": [5, 6, 7], "b": [8] * 9, "c": list(range(20, 37))}
@@ -40,7 +41,8 @@ def serve(engine: Engine, use: Callable[[AsyncEngine], Awaitable[None]], drain: 
     """Runs `use` against an AsyncEngine, shuts it down, and sees that all memory came back."""
 
     async def main() -> None:
-        server = AsyncEngine(engine)
+        server = AsyncEngine(ThreadWorker(engine.core), None)
+        await server.start()
         try:
             await use(server)
         finally:
@@ -62,7 +64,8 @@ async def collect(server: AsyncEngine, request: Request, answers: Answers | None
 async def idle(server: AsyncEngine) -> None:
     """Returns when the engine has nothing left to do."""
     for _ in range(2000):
-        if not (server.stats.num_running or server.stats.num_waiting):
+        if not server.busy:
+            assert (server.stats.num_running, server.stats.num_waiting) == (0, 0)
             return
         await asyncio.sleep(0.002)
     raise AssertionError(f"still busy: {server.stats}")
@@ -249,10 +252,11 @@ def test_a_dead_thread_tells_everybody_and_is_not_healthy(
         raise SystemError("a fault of the engine itself")
 
     async def main() -> None:
-        server = AsyncEngine(engine)
+        server = AsyncEngine(ThreadWorker(engine.core), None)
+        await server.start()
         tasks = [asyncio.create_task(collect(server, make_request(name, [1, 2]))) for name in "ab"]
         await asyncio.sleep(0.005)
-        monkeypatch.setattr(engine, "step", die)
+        monkeypatch.setattr(engine.core, "step", die)
         for task in tasks:
             with pytest.raises(LongspanError, match="died"):
                 await task
@@ -267,14 +271,14 @@ def test_a_dead_thread_tells_everybody_and_is_not_healthy(
 def test_an_idle_engine_sleeps(config: ModelConfig) -> None:
     engine = make_engine(FakeModel(config))
     calls = 0
-    step = engine.step
+    step = engine.core.step
 
     def counting() -> list:
         nonlocal calls
         calls += 1
         return step()
 
-    engine.step = counting  # type: ignore[method-assign]
+    engine.core.step = counting  # type: ignore[method-assign]
 
     async def use(server: AsyncEngine) -> None:
         await collect(server, make_request("a", [1], max_tokens=3))
@@ -282,23 +286,3 @@ def test_an_idle_engine_sleeps(config: ModelConfig) -> None:
         assert calls <= 5
 
     serve(engine, use)
-
-
-def test_loops_in_several_threads_share_one_engine(config: ModelConfig) -> None:
-    engine = make_engine(FakeModel(config))
-    expected = {name: run(engine, make_request(name, prompt))[name, 0] for name, prompt in PROMPTS.items()}
-    found: dict[str, list[int]] = {}
-
-    async def use(server: AsyncEngine) -> None:
-        def client(name: str) -> None:
-            async def ask() -> Coroutine | None:
-                answers = await collect(server, make_request(name, PROMPTS[name]))
-                found[name] = answers[name, 0].token_ids
-                return None
-
-            asyncio.run(ask())
-
-        await asyncio.gather(*(asyncio.to_thread(client, name) for name in PROMPTS))
-
-    serve(engine, use)
-    assert found == {name: answer.token_ids for name, answer in expected.items()}

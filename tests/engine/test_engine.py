@@ -11,12 +11,14 @@ from support.fake_model import FakeModel
 from support.serving import finish, gather, make_engine, make_request, run
 from torch import Tensor
 
+from longspan.chat import Tokenizer
 from longspan.config import ModelConfig
 from longspan.engine.readers import TextReader
 from longspan.engine.request import SamplingParams
 from longspan.engine.sampler import token_logprobs
 from longspan.errors import NonFiniteError, RequestError
 from longspan.ops.batch import StepBatch
+from longspan.structure import Vocabulary
 
 PROMPT = [40, 41, 42, 43, 44]
 
@@ -102,55 +104,84 @@ def test_a_bias_towards_a_token_makes_it_the_answer(fake: FakeModel) -> None:
 
 
 class Anything:
-    """A constraint that allows everything; the tests below take something away."""
+    """A structure, and the constraint of each reply: all is allowed until a test takes something away."""
 
     last: int | None = None
 
-    def allowed(self) -> list[int] | None:
-        return None
+    def start(self, vocabulary: Vocabulary) -> Anything:
+        return type(self)()
 
-    def forbidden(self) -> list[int]:
-        return []
+    def allowed(self) -> list[int]:
+        return list(range(512))
 
-    def push(self, token_id: int) -> None:
+    def mask(self) -> Tensor:
+        bits = torch.zeros(512, dtype=torch.int64)
+        bits[self.allowed()] = 1
+        return (bits.view(16, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+
+    def accept(self, token_id: int) -> None:
         self.last = token_id
 
 
-def test_a_constraint_chooses_among_what_it_allows(fake: FakeModel) -> None:
+def test_a_constraint_chooses_among_what_it_allows(fake: FakeModel, tokenizer: Tokenizer) -> None:
     class OnlyAfter(Anything):
-        def allowed(self) -> list[int] | None:
-            return None if self.last is None else [(self.last + i) % 500 for i in (1, 2, 3)]
+        def allowed(self) -> list[int]:
+            return super().allowed() if self.last is None else [(self.last + i) % 500 for i in (1, 2, 3)]
 
-    request = make_request("a", PROMPT, make_constraint=OnlyAfter, n=2, temperature=1.0, max_tokens=15)
-    for answer in run(make_engine(fake), request).values():
+    request = make_request("a", PROMPT, structure=OnlyAfter(), n=2, temperature=1.0, max_tokens=15)
+    for answer in run(make_engine(fake, tokenizer), request).values():
         assert len(answer.token_ids) == 15
         for before, after in pairwise(answer.token_ids):
             assert (after - before) % 500 in (1, 2, 3)
 
 
-def test_a_constraint_keeps_out_what_it_forbids(fake: FakeModel, reply: list[int]) -> None:
-    class Without(Anything):
-        def forbidden(self) -> list[int]:
-            return reply
-
-    token_ids = run(make_engine(fake), make_request("a", PROMPT, make_constraint=Without))["a", 0].token_ids
-    assert len(token_ids) == 8
-    assert not set(token_ids) & set(reply)
-
-
 def test_a_constraint_that_leaves_only_the_end_overrules_min_tokens(
-    config: ModelConfig, fake: FakeModel
+    config: ModelConfig, fake: FakeModel, tokenizer: Tokenizer
 ) -> None:
     class End(Anything):
         def allowed(self) -> list[int]:
             return list(config.eos_token_ids)
 
-    request = make_request("a", PROMPT, make_constraint=End, min_tokens=4, ignore_eos=False)
-    answer = run(make_engine(fake), request)["a", 0]
+    request = make_request("a", PROMPT, structure=End(), min_tokens=4, ignore_eos=False)
+    answer = run(make_engine(fake, tokenizer), request)["a", 0]
     assert (answer.token_ids, answer.reason) == (list(config.eos_token_ids), "stop")
 
 
-def test_a_constraint_that_allows_nothing_or_raises_fails_its_own_request(fake: FakeModel) -> None:
+@pytest.mark.parametrize("banned", [{}, {7: -100.0}])
+def test_min_tokens_holds_as_long_as_a_constraint_leaves_anything_else(
+    config: ModelConfig, fake: FakeModel, tokenizer: Tokenizer, banned: dict[int, float]
+) -> None:
+    class EndOr7(Anything):
+        def allowed(self) -> list[int]:
+            return [7, *config.eos_token_ids]
+
+    request = make_request(
+        "a",
+        PROMPT,
+        structure=EndOr7(),
+        min_tokens=4,
+        ignore_eos=False,
+        logit_bias=banned | {config.eos_token_ids[0]: 90.0},
+    )
+    answer = run(make_engine(fake, tokenizer), request)["a", 0]
+    assert answer.token_ids == ([] if banned else [7] * 4) + list(config.eos_token_ids)
+
+
+def test_penalties_and_biases_choose_within_a_constraint(fake: FakeModel, tokenizer: Tokenizer) -> None:
+    class Three(Anything):
+        def allowed(self) -> list[int]:
+            return [7, 8, 9]
+
+    request = make_request(
+        "a", PROMPT, structure=Three(), logit_bias={3: 100.0, 8: 90.0}, frequency_penalty=2.0, max_tokens=90
+    )
+    token_ids = run(make_engine(fake, tokenizer, num_pages=64), request)["a", 0].token_ids
+    assert set(token_ids) == {7, 8, 9} and token_ids[:20] == [8] * 20
+
+
+def test_a_constraint_that_allows_nothing_or_raises_fails_its_own_request(
+    fake: FakeModel, tokenizer: Tokenizer
+) -> None:
     class Nothing(Anything):
         def allowed(self) -> list[int]:
             return []
@@ -160,12 +191,17 @@ def test_a_constraint_that_allows_nothing_or_raises_fails_its_own_request(fake: 
             raise KeyError("lost")
 
     answers = run(
-        make_engine(fake),
-        make_request("nothing", PROMPT, make_constraint=Nothing),
-        make_request("broken", PROMPT, make_constraint=Broken),
+        make_engine(fake, tokenizer),
+        make_request("nothing", PROMPT, structure=Nothing()),
+        make_request("broken", PROMPT, structure=Broken()),
         make_request("good", PROMPT),
     )
     assert [answers[name, 0].reason for name in ("nothing", "broken", "good")] == ["error", "error", "length"]
+
+
+def test_a_structure_without_a_tokenizer_is_refused(fake: FakeModel) -> None:
+    with pytest.raises(RequestError, match="no tokenizer"):
+        make_engine(fake).add(make_request("a", PROMPT, structure=Anything()))
 
 
 def test_choices_of_one_request_differ_and_each_ends_by_itself(fake: FakeModel) -> None:
@@ -314,17 +350,19 @@ def test_prompt_logprobs_that_raise_fail_their_own_request(
         assert answers[name, 0].prompt_logprobs == expected[name, 0].prompt_logprobs
 
 
-def test_sampling_that_raises_on_one_request_fails_no_other(config: ModelConfig) -> None:
-    """An id beyond the vocabulary from a constraint breaks the indexing of the whole batch."""
+def test_sampling_that_raises_on_one_request_fails_no_other(
+    config: ModelConfig, tokenizer: Tokenizer
+) -> None:
+    """A mask of another size breaks the arithmetic of the whole batch."""
 
-    class Beyond(Anything):
-        def allowed(self) -> list[int]:
-            return [10**30]
+    class TooShort(Anything):
+        def mask(self) -> Tensor:
+            return super().mask()[:-1]
 
     requests = [make_request(name, PROMPT, temperature=1.0, seed=3) for name in ("a", "b")]
     expected = run(make_engine(FakeModel(config)), *requests)
-    bad = make_request("bad", PROMPT, make_constraint=Beyond)
-    answers = run(make_engine(FakeModel(config)), requests[0], bad, requests[1])
+    bad = make_request("bad", PROMPT, structure=TooShort())
+    answers = run(make_engine(FakeModel(config), tokenizer), requests[0], bad, requests[1])
     assert answers["bad", 0].reason == "error"
     for name in ("a", "b"):
         assert answers[name, 0].token_ids == expected[name, 0].token_ids

@@ -15,8 +15,9 @@ from support.scripted import Running
 
 from longspan.errors import RequestError
 from longspan.serve import json_text
+from longspan.serve.body import parse_body
 from longspan.serve.json_text import read_json
-from longspan.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, parse_body
+from longspan.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 COUNT = 100_000
@@ -95,7 +96,7 @@ def test_health_is_answered_while_a_body_is_being_read(
         assert asked.wait(60)
         raise RequestError("read")
 
-    monkeypatch.setattr("longspan.serve.app.parse_body", read)
+    monkeypatch.setattr("longspan.serve.body.read_json", read)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, path, {})
         assert reading.wait(30)

@@ -6,7 +6,6 @@ import contextlib
 import json
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +15,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
-from support.scripted import ROOT, Reciter, Running, ScriptedModel, running_server
+from support.scripted import ROOT, Hold, Reciter, Running, ScriptedModel, running_server
 
 from longspan.chat import Tokenizer
 from longspan.errors import CapacityError, CheckpointError
@@ -35,31 +33,6 @@ def own_server(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Iterator
     model = ScriptedModel(tokenizer, Reciter(tokenizer))
     with running_server(model, tokenizer, **getattr(request, "param", {})) as server:
         yield server
-
-
-def metrics(server: Running) -> dict[str, float]:
-    """Value by name of all metrics without labels of their own; a histogram's by its count."""
-    text = server.get("/metrics").text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    assert all(sample.labels["model_name"] == "tiny" for sample in samples)
-    values = {s.name: s.value for s in samples if set(s.labels) == {"model_name"}}
-    ends = {s.labels["finished_reason"]: s.value for s in samples if s.name == "vllm:request_success_total"}
-    return values | {f"ends.{reason}": value for reason, value in ends.items()}
-
-
-class Hold:
-    """Stops a model before its next step until released."""
-
-    def __init__(self, model: ScriptedModel) -> None:
-        self.reached, self._free = threading.Event(), threading.Event()
-        model.before_step = self._wait
-
-    def _wait(self) -> None:
-        self.reached.set()
-        assert self._free.wait(60)
-
-    def release(self) -> None:
-        self._free.set()
 
 
 @pytest.mark.parametrize("own_server", [{"api_key": "s3cret"}], indirect=True)
@@ -146,19 +119,8 @@ def test_a_client_that_hangs_up_gives_everything_back_at_once(server: Running, s
             (CHAT, USER),
             (TEXT, ENDLESS | {"prompt": ["a", "b"]}),
         ):
-            drop(server, path, body | {"stream": stream}, delay)
+            server.post_and_leave(path, body | {"stream": stream}, delay)
     server.wait_until_idle()
-
-
-def drop(server: Running, path: str, body: dict[str, Any], delay: float) -> None:
-    """Sends a request and closes the socket after `delay` seconds, whatever has come by then."""
-    host, port = server.url.removeprefix("http://").split(":")
-    data = json.dumps(body).encode()
-    with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(data)}\r\n\r\n"
-        connection.sendall(head.encode() + data)
-        time.sleep(delay)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -237,37 +199,6 @@ def test_a_dead_engine_is_unhealthy_and_says_so(own_server: Running, monkeypatch
     assert own_server.post(TEXT, {"prompt": "x"}).status_code >= 500
     assert own_server.get("/health").status_code == 503
     assert own_server.post(TEXT, {"prompt": "x"}).status_code == 503
-
-
-def test_metrics_count_what_was_served(own_server: Running) -> None:
-    length = own_server.say("Fine words.") + 1
-    before = metrics(own_server)
-    assert before["vllm:num_requests_running"] == before["vllm:generation_tokens_total"] == 0
-    own_server.post(TEXT, {"prompt": [1, 2, 3], "n": 2, "max_tokens": 50})
-    own_server.post(TEXT, {"prompt": [1, 2, 3], "max_tokens": 2, "stream": True})
-    after = metrics(own_server)
-    assert after["vllm:generation_tokens_total"] == 2 * length + 2
-    assert after["vllm:prompt_tokens_total"] == 9
-    assert (after["ends.stop"], after["ends.length"]) == (2, 1)
-    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
-    assert after["vllm:kv_cache_usage_perc"] == 0
-    for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"):
-        assert after[f"vllm:{name}_count"] == 3
-    assert after["vllm:inter_token_latency_seconds_count"] == 2 * (length - 1) + 1
-    assert after["vllm:request_generation_tokens_sum"] == 2 * length + 2
-    assert after["vllm:num_preemptions_total"] == 0
-
-
-def test_metrics_show_what_runs_and_waits(own_server: Running) -> None:
-    hold = Hold(own_server.model)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(own_server.post, TEXT, ENDLESS | {"n": 6, "max_tokens": 2})
-        assert hold.reached.wait(30)
-        now = metrics(own_server)
-        assert (now["vllm:num_requests_running"], now["vllm:num_requests_waiting"]) == (4, 2)
-        assert 0 < now["vllm:kv_cache_usage_perc"] < 1
-        hold.release()
-        assert answer.result().status_code == 200
 
 
 @pytest.mark.parametrize("own_server", [{"drain_seconds": 30}], indirect=True)

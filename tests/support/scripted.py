@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +21,15 @@ from torch import Tensor
 from longspan.chat import Segment, Tokenizer
 from longspan.config import load_config
 from longspan.engine.async_engine import AsyncEngine
-from longspan.engine.engine import Engine
+from longspan.engine.core import EngineCore
 from longspan.engine.options import EngineOptions
+from longspan.engine.worker import ThreadWorker
 from longspan.ops.backend import TORCH
 from longspan.ops.batch import LayerView, StepBatch
 from longspan.serve.app import create_app
 from longspan.serve.server import Server, bind
 from longspan.serve.service import ServeOptions, Service
+from longspan.serve.tracing import Tracing
 
 ROOT = Path(__file__).parents[2]
 Script = Callable[[list[int]], Sequence[int]]
@@ -95,13 +99,31 @@ class Reciter:
         return self._reply
 
 
+class Hold:
+    """Lets a model make so many steps, then stops it until released."""
+
+    def __init__(self, model: ScriptedModel, after: int = 0) -> None:
+        self.reached, self._free = threading.Event(), threading.Event()
+        self._steps_left = after
+        model.before_step = self._wait
+
+    def _wait(self) -> None:
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            self.reached.set()
+            assert self._free.wait(60)
+
+    def release(self) -> None:
+        self._free.set()
+
+
 @dataclass
 class Running:
     """A server that is up."""
 
     url: str
     model: Any
-    engine: Engine
+    engine: EngineCore
     service: Service
     server: Server
 
@@ -123,13 +145,26 @@ class Running:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return httpx.get(self.url + path, timeout=60, **options)
 
+    def post_and_leave(self, path: str, body: Any, after: float | threading.Event) -> None:
+        """Sends a request and closes the socket after so many seconds, or once something happened."""
+        host, port = self.url.removeprefix("http://").split(":")
+        data = json.dumps(body).encode()
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head += f"Content-Length: {len(data)}\r\n\r\n"
+            connection.sendall(head.encode() + data)
+            if isinstance(after, threading.Event):
+                assert after.wait(30)
+            else:
+                time.sleep(after)
+
     def wait_until_idle(self) -> None:
         """Returns when nothing runs, nothing waits and all memory is free; fails if that never happens."""
         for _ in range(2000):
             stats = self.engine.stats
             use = stats.memory
-            if (stats.num_running, stats.num_waiting) == (0, 0):
-                assert (use.page_bytes_running, use.state_bytes_running) == (0, 0)
+            held = (use.page_bytes_running, use.state_bytes_running)
+            if (stats.num_running, stats.num_waiting, *held) == (0, 0, 0, 0):
                 return
             time.sleep(0.005)
         raise AssertionError(f"still busy: {self.engine.stats}")
@@ -144,16 +179,17 @@ def running_server(
     page_size: int = 16,
     num_slots: int = 4,
     drain_seconds: float = 5,
+    tracing: Tracing | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Serves `model` on a free port from a thread of this process."""
     plan = small_plan(num_pages, page_size, num_slots)
-    engine = Engine(
+    engine = EngineCore(
         model, tokenizer, EngineOptions(dtype="float32", enable_prefix_caching=False), plan, poison=True
     )
-    async_engine = AsyncEngine(engine)
+    async_engine = AsyncEngine(ThreadWorker(engine), tokenizer)
     service = Service(async_engine, ServeOptions(**{"served_model_names": ("tiny", "alias")} | options))
-    app = create_app(service, draining=lambda: server.should_exit)
+    app = create_app(service, draining=lambda: server.should_exit, tracing=tracing)
     up = threading.Event()
     server = Server(
         app,

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from longspan.chat import Tokenizer
 from longspan.engine.engine import Engine
 from longspan.engine.options import EngineOptions
 from longspan.engine.output import Finish, StepOutput, TokenLogprobs
 from longspan.engine.readers import Reader, TokenReader
-from longspan.engine.request import Request, SamplingParams, TokenConstraint
+from longspan.engine.request import Request, SamplingParams
 from longspan.engine.runner import Model
 from longspan.memory.plan import MemoryPlan
 
@@ -30,6 +31,7 @@ def small_plan(
 
 def make_engine(
     model: Model,
+    tokenizer: Tokenizer | None = None,
     *,
     num_pages: int = 64,
     page_size: int = 4,
@@ -44,19 +46,19 @@ def make_engine(
     given = {"dtype": "float32", "enable_prefix_caching": False, "async_scheduling": False, "max_itl_ms": 0}
     given |= {"max_num_batched_tokens": chunk, "page_size": page_size}
     plan = replace(small_plan(num_pages, page_size, num_slots, max_model_len), swap_bytes=swap_bytes)
-    return Engine(model, None, EngineOptions(**(given | options)), plan, poison)
+    return Engine(model, tokenizer, EngineOptions(**(given | options)), plan, poison)
 
 
 def make_request(
     id: str,
     prompt: list[int],
     make_reader: Callable[[], Reader] = TokenReader,
-    make_constraint: Callable[[], TokenConstraint] | None = None,
+    structure: Any = None,
     **params: Any,
 ) -> Request:
     """Greedy, 8 tokens and blind to the end of text, unless `params` say otherwise."""
     given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
-    return Request(id, prompt, SamplingParams(**given), make_reader, make_constraint)
+    return Request(id, prompt, SamplingParams(**given), make_reader, structure)
 
 
 @dataclass

@@ -50,7 +50,7 @@ class ServerProcess:
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics").text
-        found = re.search(rf"^vllm:{name}\{{model_name=[^}}]*\}} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^vllm:{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
         assert found, text
         return float(found[1])
 
@@ -75,7 +75,8 @@ class ServerProcess:
 @contextmanager
 def server_process(checkpoint: Path, *flags: str) -> Iterator[ServerProcess]:
     """Serves `checkpoint` on a free port until the block ends."""
-    command = [*COMMAND, "serve", str(checkpoint), "--port", "0", *flags]
+    # stderr is read at the end only: many lines would fill the pipe and block the server.
+    command = [*COMMAND, "serve", str(checkpoint), "--port", "0", "--log-level", "warning", *flags]
     # Small models and a shared machine: more threads would only wait for each other.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

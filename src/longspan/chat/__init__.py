@@ -1,7 +1,6 @@
-"""Text in and out: tokenizer, XTML prompts, replies read back, forced tool calls."""
+"""Text in and out: tokenizer, XTML prompts, replies read back."""
 
 from longspan.chat.check import check_messages
-from longspan.chat.forced_call import ForcedToolCall
 from longspan.chat.render import DEFAULT_EFFORT, EFFORTS, ImageSlot, render
 from longspan.chat.reply import (
     ContentDelta,
@@ -17,7 +16,7 @@ from longspan.chat.reply import (
 from longspan.chat.reply_parser import ReplyParser
 from longspan.chat.stop import StopMatcher
 from longspan.chat.tokenizer import IncrementalDecoder, Tokenizer
-from longspan.chat.tool_choice import forced_functions
+from longspan.chat.tool_choice import Function, declared_functions, forced_functions
 from longspan.chat.xtml import Segment
 
 __all__ = [
@@ -25,7 +24,7 @@ __all__ = [
     "EFFORTS",
     "ContentDelta",
     "Event",
-    "ForcedToolCall",
+    "Function",
     "ImageSlot",
     "IncrementalDecoder",
     "ReasoningDelta",
@@ -40,6 +39,7 @@ __all__ = [
     "ToolCallStart",
     "check_messages",
     "collect",
+    "declared_functions",
     "forced_functions",
     "render",
 ]

@@ -116,6 +116,11 @@ class Tokenizer:
             _read_special_names(directory / "tokenizer_config.json"),
         )
 
+    @classmethod
+    def find(cls, path: str | Path) -> Tokenizer | None:
+        """`from_dir`; None for a checkpoint without a tokenizer, which can still be asked with token ids."""
+        return cls.from_dir(path) if (Path(path) / "tiktoken.model").exists() else None
+
     def check_vocab_size(self, vocab_size: int) -> None:
         """Raises CheckpointError unless the model has exactly one row for each id of this tokenizer."""
         if vocab_size != self.vocab_size:

@@ -28,6 +28,7 @@ HARMLESS = frozenset(
 )
 
 REQUIRED: Any = object()
+MAX_SIZE = 2**31 - 1  # of any size or count: products of a few stay far inside of what a float can hold
 
 
 def shown(value: Any) -> str:
@@ -80,11 +81,13 @@ class Fields:
         agreed(stated)
         return stated[0][1]
 
-    def integer(self, *names: str, minimum: int = 1, default: Any = REQUIRED) -> Any:
+    def integer(self, *names: str, minimum: int = 1, maximum: int = MAX_SIZE, default: Any = REQUIRED) -> Any:
         legal = f"a whole number of at least {minimum}"
         value = self.take(*names, default=default, legal=legal)
         if value is not default and (type(value) is not int or value < minimum):
             raise self.refuse(names, value, legal)
+        if value is not default and value > maximum:
+            raise self.refuse(names, value, f"at most {maximum}")
         return value
 
     def number(self, *names: str, above: float = -math.inf, default: Any = REQUIRED) -> Any:
@@ -112,11 +115,14 @@ class Fields:
 
     def integers(self, *names: str, default: Any = REQUIRED) -> Any:
         """A list of whole numbers, as a tuple."""
-        value = self.take(*names, default=default, legal="a list of whole numbers")
+        legal = "a list of whole numbers"
+        value = self.take(*names, default=default, legal=legal)
         if value is default:
             return value
         if not isinstance(value, list) or not all(type(x) is int for x in value):
-            raise self.refuse(names, value, "a list of whole numbers")
+            raise self.refuse(names, value, legal)
+        if any(abs(x) > MAX_SIZE for x in value):
+            raise self.refuse(names, value, f"{legal} of at most {MAX_SIZE}")
         return tuple(value)
 
     def section(self, name: str, harmless: Iterable[str] = (), default: Any = REQUIRED) -> Any:

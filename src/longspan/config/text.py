@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
-from longspan.config.fields import Fields, agreed, shown
+from longspan.config.fields import MAX_SIZE, Fields, agreed, shown
 from longspan.config.model import ActivationConfig, Family, IndexerConfig, KdaConfig, MlaConfig, MoeConfig
 from longspan.errors import ConfigError
 
@@ -153,11 +153,11 @@ def read_indexer(
         ("head dimension", _INDEXER_DIM, dim),
         ("top-k", _INDEXER_TOP_K, top_k),
     ):
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
             state = "is missing" if value is None else f"is {shown(value)}"
             fields = shown(section.names) if section else "no dsa_config at all"
             raise ConfigError(
-                f"The indexer's {what} {state} in {place}; a whole number of at least 1 is legal, "
+                f"The indexer's {what} {state} in {place}; a whole number of 1 to {MAX_SIZE} is legal, "
                 f"under one of {', '.join(names)}. Found: {fields}."
             )
     if layers is not None and (

@@ -7,6 +7,8 @@ from typing import Any
 from longspan.config.fields import Fields, agreed
 from longspan.config.model import VisionConfig
 
+_MAX_LAYERS = 10_000  # nothing else in the config says how many there are, and each has tensors of its own
+
 
 def parse_vision(values: dict[str, Any], text_hidden_size: int) -> VisionConfig:
     """vision_config of a published config.json. Raises ConfigError."""
@@ -45,7 +47,7 @@ def read_vision(fields: Fields, hidden_size: int) -> VisionConfig:
     config = VisionConfig(
         patch_size=fields.integer("patch_size"),
         hidden_size=tower,
-        num_layers=fields.integer("vt_num_hidden_layers"),
+        num_layers=fields.integer("vt_num_hidden_layers", maximum=_MAX_LAYERS),
         num_heads=heads,
         qkv_hidden_size=qkv,
         intermediate_size=fields.integer("vt_intermediate_size"),

@@ -1,8 +1,9 @@
 """The core of an engine: schedule, run the model, sample. It knows token ids only; one thread calls it.
 
-Asynchronous, a step runs on a thread of its own. While it runs the next one is scheduled, and its metadata made,
-as if nobody's reply ended; outputs are handed out and checkpoints published. Between two steps only this is done:
-the chosen tokens are taken, and whose reply has ended is left out. Answers are the same either way.
+Asynchronous, a step runs on a thread of its own. While it runs the next one is scheduled, and its metadata
+made, as if nobody's reply ended; outputs are handed out and checkpoints published. Between two steps only
+this is done: the chosen tokens are taken, and whose reply has ended is left out. Answers are the same either
+way.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan, plan_memory
 from longspan.model.loader import load_model
 from longspan.ops.backend import select_backend
+from longspan.structure import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class EngineCore:
         self._runner = Runner(model, self.memory, state)
         self._thread = StepThread(self._runner) if options.async_scheduling else None
         self._in_flight: Step | None = None
+        self._vocabulary = Vocabulary(tokenizer, model.config.eos_token_ids) if tokenizer else None
         self._running: dict[str, list[Sequence]] = {}  # unfinished choices of each request
         self._num_sequences = 0
         self._has_deadlines = False
@@ -100,8 +103,7 @@ class EngineCore:
         """Everything from a checkpoint directory. What can't be met is refused before weights are read."""
         config = load_config(path)
         plan = _plan(config, options, _weight_bytes(Path(path)))
-        # A checkpoint without a tokenizer can still be asked with token ids.
-        tokenizer = Tokenizer.from_dir(path) if (Path(path) / "tiktoken.model").exists() else None
+        tokenizer = Tokenizer.find(path)
         if tokenizer:
             tokenizer.check_vocab_size(config.vocab_size)
         select_backend(options.backend).use_threads(options.threads, options.cpus)
@@ -143,6 +145,12 @@ class EngineCore:
     def validate(self, request: Request) -> None:
         """Raises RequestError if the request can't be served. Any thread may call: it reads no state."""
         request.validate(self.config.vocab_size, self.max_model_len)
+        if request.structure and not self._vocabulary:
+            raise RequestError(
+                "This checkpoint has no tokenizer, so nobody can tell what tokens obey a structure.",
+                param="structured_outputs",
+                remedy="Leave it out.",
+            )
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError if it can't be served as asked."""
@@ -154,9 +162,9 @@ class EngineCore:
         seed = request.params.seed
         if seed is None:
             seed = self._seeds.getrandbits(64)
-        seqs = [Sequence(request, i, seed, self._num_sequences + i) for i in range(request.params.n)]
-        self._num_sequences += len(seqs)
+        order, self._num_sequences = self._num_sequences, self._num_sequences + request.params.n
         self._has_deadlines |= request.timeout is not None
+        seqs = [Sequence(request, i, seed, order + i, self._vocabulary) for i in range(request.params.n)]
         self._running[request.id] = seqs
         for seq in seqs:
             self._scheduler.add(seq)
@@ -230,7 +238,7 @@ class EngineCore:
         return self._runner.prepare(going_on) if going_on else None
 
     def _accept(self, result: StepResult) -> list[tuple[SequenceResult, End | None]]:
-        """Adds the chosen tokens to their sequences; who has come to an end by it. No more, for time presses."""
+        """Adds the chosen tokens to their sequences; whose reply ends by it. No more, for time presses."""
         accepted = []
         for one in result.sequences:
             seq, end = one.item.seq, None
@@ -343,7 +351,7 @@ class EngineCore:
             del self._running[seq.request.id]
 
     def _rest_if_idle(self) -> None:
-        """With nothing to do, whatever is left to do to memory is done, and all of it must be accounted for."""
+        """With nothing to do, what is left to do to memory is done, and all of it must be accounted for."""
         if self._scheduler.has_work:
             return
         if self._in_flight and self._thread:

@@ -10,13 +10,13 @@ from typing import Any, Generic, TypeVar
 
 from longspan.chat import (
     DEFAULT_EFFORT,
-    ForcedToolCall,
     Reply,
     ReplyParser,
     Tokenizer,
     ToolCall,
     check_messages,
     collect,
+    declared_functions,
     forced_functions,
     render,
 )
@@ -25,8 +25,9 @@ from longspan.engine.options import EngineOptions
 from longspan.engine.output import FinishReason, StepOutput, TokenLogprobs
 from longspan.engine.prompts import Prompt, parse_prompts
 from longspan.engine.readers import ChatReader, TextReader, TokenReader
-from longspan.engine.request import Request, SamplingParams, TokenConstraint
+from longspan.engine.request import Request, SamplingParams
 from longspan.errors import LongspanError, RequestError
+from longspan.structure import Calls, Structure, Vocabulary, asked_answer, chat_structure
 from longspan.token_ids import shown
 
 Conversation = Sequence[dict[str, Any]]
@@ -154,7 +155,8 @@ class LLM:
         requests = []
         for prompt, params in zip(many, _params_list(sampling_params, len(many)), strict=True):
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            requests.append(Request(self._next_id(), ids, params, self._text_reader(params)))
+            structure = self._text_structure(params)
+            requests.append(Request(self._next_id(), ids, params, self._text_reader(params), structure))
         texts = [prompt if isinstance(prompt, str) else None for prompt in many]
         return self._run(requests, texts, _text_choice, use_progress)
 
@@ -165,6 +167,7 @@ class LLM:
         *,
         tools: list[dict[str, Any]] | None = None,
         tool_choice: str | dict[str, Any] | None = None,
+        response_format: dict[str, Any] | None = None,
         thinking: bool = True,
         thinking_effort: str | None = DEFAULT_EFFORT,
         use_progress: bool = True,
@@ -188,16 +191,25 @@ class LLM:
                 thinking=thinking,
                 thinking_effort=thinking_effort,
                 tool_choice=tool_choice,
+                response_format=response_format,
                 images=(),
             )
-            forced = forced_functions(tool_choice, tools, conversation)
+            functions = declared_functions(tools, conversation)
+            forced = forced_functions(tool_choice, functions)
+            may_call = [] if tool_choice == "none" else functions
+            structure = chat_structure(
+                self._vocabulary,
+                answer=asked_answer(response_format, params.structured_outputs),
+                calls=Calls(forced or may_call, bool(forced)),
+                thinking=thinking,
+            )
             requests.append(
                 Request(
                     self._next_id(),
                     tokenizer.encode_segments(segments),
                     params,
                     _chat_reader(tokenizer, params, thinking, max_calls=0 if tool_choice == "none" else None),
-                    _constraint(tokenizer, forced, thinking) if forced else None,
+                    structure,
                 )
             )
         return self._run(requests, [None] * len(requests), _chat_choice, use_progress)
@@ -210,6 +222,14 @@ class LLM:
             return TokenReader
         tokenizer = self.tokenizer
         return lambda: TextReader(tokenizer, params)
+
+    def _text_structure(self, params: SamplingParams) -> Structure | None:
+        answer = asked_answer(None, params.structured_outputs)
+        return answer.structure(self._vocabulary) if answer else None
+
+    @property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.tokenizer, self.engine.config.eos_token_ids)
 
     def _run(
         self,
@@ -335,7 +355,3 @@ def _chat_reader(
     tokenizer: Tokenizer, params: SamplingParams, thinking: bool, max_calls: int | None
 ) -> Callable[[], ChatReader]:
     return lambda: ChatReader(ReplyParser(tokenizer, thinking=thinking), params, max_calls=max_calls)
-
-
-def _constraint(tokenizer: Tokenizer, names: list[str], thinking: bool) -> Callable[[], TokenConstraint]:
-    return lambda: ForcedToolCall(tokenizer, names, thinking=thinking)

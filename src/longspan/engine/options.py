@@ -174,8 +174,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="GIB",
         default=default.cache_gib,
-        help="memory for pages and KDA states, of running sequences and of the prefix cache (default: chosen from "
-        "what is free)",
+        help="memory for pages and KDA states, of running sequences and of the prefix cache (default: chosen "
+        "from what is free)",
     )
     group.add_argument(
         "--enable-prefix-caching",
@@ -188,24 +188,24 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="TOKENS",
         default=default.snapshot_interval,
-        help="prompt tokens from one kept KDA state to the next (default: as many as weigh as much as a state, "
-        "at least 512)",
+        help="prompt tokens from one kept KDA state to the next (default: as many as weigh as much as a "
+        "state, at least 512)",
     )
     group.add_argument(
         "--swap-gib",
         type=float,
         metavar="GIB",
         default=default.swap_gib,
-        help="host memory for the state of preempted sequences; 0 computes them again (default: a quarter of the "
-        "cache, if there is room)",
+        help="host memory for the state of preempted sequences; 0 computes them again (default: a quarter of "
+        "the cache, if there is room)",
     )
     group.add_argument(
         "--max-itl-ms",
         type=float,
         metavar="MS",
         default=default.max_itl_ms,
-        help="prompts are cut so small that nobody who is decoding waits longer for a step, as far as steps of 64 "
-        "tokens allow; 0: no bound (default: %(default)s)",
+        help="prompts are cut so small that nobody who is decoding waits longer for a step, as far as steps "
+        "of 64 tokens allow; 0: no bound (default: %(default)s)",
     )
     group.add_argument(
         "--async-scheduling",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from longspan.errors import RequestError
+from longspan.structure import Structure, StructuredOutputs
 from longspan.token_ids import shown, to_token_ids
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ SEED = (-(2**63), 2**64 - 1)
 class SamplingParams:
     """How tokens are chosen and when a reply ends. Raises RequestError for a value outside its legal range.
 
-    The order is vLLM's: logit_bias, min_tokens, penalties, constraint, temperature, min_p, top_k, top_p.
+    The order is vLLM's: logit_bias, min_tokens, penalties, structure, temperature, min_p, top_k, top_p.
     Temperature 0 is greedy and takes the lowest id on a tie. A seeded request gives the same tokens whatever
     else is running.
     """
@@ -50,6 +51,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None  # top-N beside the chosen token, from the unchanged distribution
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None  # a dict becomes one
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_CHOICES)
@@ -73,6 +75,10 @@ class SamplingParams:
                 raise _illegal(name, getattr(self, name), "true or false")
         self._normalise_stops()
         self._normalise_bias()
+        if isinstance(self.structured_outputs, dict):
+            object.__setattr__(
+                self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs)
+            )
 
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError for token ids and counts that only make sense with a larger vocabulary."""
@@ -120,29 +126,15 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
 
-class TokenConstraint(Protocol):
-    """Which tokens may come next. One object per choice; it sees every token of that choice in order."""
-
-    def allowed(self) -> Sequence[int] | None:
-        """Ids that may come next; None: all but `forbidden`."""
-        ...
-
-    def forbidden(self) -> Sequence[int]:
-        """Ids that may not come next where `allowed` is None."""
-        ...
-
-    def push(self, token_id: int) -> None: ...
-
-
 @dataclass(frozen=True)
 class Request:
-    """One prompt and `params.n` choices. Each choice gets its own reader and its own constraint."""
+    """One prompt and `params.n` choices, each with a reader and, by `structure`, a constraint of its own."""
 
     id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     make_reader: Callable[[], Reader]
-    make_constraint: Callable[[], TokenConstraint] | None = None
+    structure: Structure | None = None  # None: replies are free
     priority: int = 0  # lower goes first
     timeout: float | None = None  # seconds from arrival; what is unfinished then ends with DeadlineError
     cache_salt: str = ""  # only requests with the same salt share cached prefixes

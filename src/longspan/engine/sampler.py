@@ -1,5 +1,6 @@
-"""Rows of logits -> one token each, in vLLM's order: logit_bias, min_tokens, penalties, constraint,
-temperature, min_p, top_k, top_p. Log-probabilities are of the unchanged logits.
+"""Rows of logits -> one token each: logit_bias, penalties, constraint, min_tokens, temperature, min_p,
+top_k, top_p, which gives what vLLM's order gives. min_tokens forbids the end, unless a constraint leaves
+nothing else. Log-probabilities are of the unchanged logits.
 
 The arithmetic is in `ops/sampling.py`; here is which row gets what. Rows never see each other.
 """
@@ -19,7 +20,7 @@ from longspan.engine.output import Logprob, TokenLogprobs
 from longspan.engine.sequence import Sequence
 from longspan.errors import LongspanError
 from longspan.ops.backend import Operators
-from longspan.ops.sampling import TokenCounts, uniform
+from longspan.ops.sampling import TokenCounts, apply_masks, uniform
 from longspan.ops.top_k import top_k_indices
 
 logger = logging.getLogger(__name__)
@@ -29,14 +30,6 @@ logger = logging.getLogger(__name__)
 class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None  # None if not asked for
-
-
-@dataclass(frozen=True)
-class _Limits:
-    """What a constraint says about the next token."""
-
-    allowed: Rows[int] | None = None  # None: all but `forbidden`
-    forbidden: Rows[int] = ()
 
 
 class Sampler:
@@ -60,16 +53,16 @@ class Sampler:
         return [self.sample(logits[row : row + 1], [seq])[0] for row, seq in enumerate(seqs)]
 
     def _sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled | LongspanError]:
-        limits = [_limits(seq) for seq in seqs]
-        edited = self._edit(logits, seqs, limits)
+        masks = [_mask(seq) for seq in seqs]
+        edited = self._edit(logits, seqs, masks)
         chosen = self._choose(edited, seqs)
         # Logits as they came are finite. NaN if there is one in the row.
         best = edited.amax(-1).tolist() if edited is not logits else [0.0] * len(seqs)
         results: list[Sampled | LongspanError] = []
-        for row, (seq, limit, token_id) in enumerate(zip(seqs, limits, chosen, strict=True)):
+        for row, (seq, mask, token_id) in enumerate(zip(seqs, masks, chosen, strict=True)):
             wanted = seq.params.logprobs
-            if isinstance(limit, LongspanError):
-                results.append(limit)
+            if isinstance(mask, LongspanError):
+                results.append(mask)
             elif best[row] == -math.inf:
                 results.append(nothing_left())
             elif not math.isfinite(best[row]):
@@ -82,29 +75,26 @@ class Sampler:
                 )
         return results
 
-    def _edit(self, logits: Tensor, seqs: list[Sequence], limits: list[_Limits | LongspanError]) -> Tensor:
+    def _edit(
+        self, logits: Tensor, seqs: list[Sequence], masks: Rows[Tensor | LongspanError | None]
+    ) -> Tensor:
         if not any(map(_is_edited, seqs)):
             return logits
         edited = logits.clone()
-        for row, (seq, limit) in enumerate(zip(seqs, limits, strict=True)):
-            params = seq.params
-            if params.logit_bias:
+        for row, seq in enumerate(seqs):
+            if seq.params.logit_bias:
                 tokens, bias = seq.logit_bias
                 edited[row, tokens] += bias
-            # A constraint that leaves only the end knows better than min_tokens.
-            free = isinstance(limit, _Limits) and limit.allowed is None
-            if free and seq.num_output_tokens < params.min_tokens:
-                edited[row, [*self._eos_token_ids, *(params.stop_token_ids or ())]] = -torch.inf
         edited = self._penalise(edited, seqs)
-        for row, limit in enumerate(limits):
-            if isinstance(limit, LongspanError):
-                continue
-            if limit.allowed is not None:
-                kept = torch.full_like(edited[row], -torch.inf)
-                kept[list(limit.allowed)] = edited[row, list(limit.allowed)]
-                edited[row] = kept
-            elif limit.forbidden:
-                edited[row, list(limit.forbidden)] = -torch.inf
+        constrained = {row: mask for row, mask in enumerate(masks) if isinstance(mask, Tensor)}
+        if constrained:
+            apply_masks(edited, torch.tensor(list(constrained)), torch.stack(list(constrained.values())))
+        for row, seq in enumerate(seqs):
+            if seq.num_output_tokens < seq.params.min_tokens:
+                ends = [*self._eos_token_ids, *(seq.params.stop_token_ids or ())]
+                without = edited[row].index_fill(0, torch.tensor(ends), -torch.inf)
+                if row not in constrained or without.amax() > -torch.inf:
+                    edited[row] = without
         return edited
 
     def _penalise(self, logits: Tensor, seqs: list[Sequence]) -> Tensor:
@@ -135,12 +125,12 @@ class Sampler:
         return tokens.tolist()
 
 
-def _limits(seq: Sequence) -> _Limits | LongspanError:
+def _mask(seq: Sequence) -> Tensor | LongspanError | None:
+    """None: everything is allowed."""
     if seq.constraint is None:
-        return _Limits()
+        return None
     try:
-        allowed = seq.constraint.allowed()
-        return _Limits(allowed, seq.constraint.forbidden() if allowed is None else ())
+        return seq.constraint.mask()
     except Exception as error:
         logger.exception("a constraint failed")
         return unexpected(error)

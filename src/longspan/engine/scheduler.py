@@ -1,17 +1,17 @@
 """Who runs in the next step, and how many of their tokens. Changes when a token is computed, never which.
 
 Order: by priority, then first come, first served. A sequence is admitted when there is room for its state and
-for the pages of all its known tokens, so a prompt that has begun is never given up for want of its own pages. It
-goes on from the deepest checkpoint of the prefix cache. One whose prompt begins like one that is being computed
-waits for the checkpoint where they part.
+for the pages of all its known tokens: a prompt that has begun is never given up for want of its own pages. It
+goes on from the deepest checkpoint of the prefix cache. One whose prompt begins like one that is being
+computed waits for the checkpoint where they part.
 
 A step: decoding sequences first, one token each; then prompts, in chunks, with what is left of the budget and
-with as much as `Pace` allows beside the decoding ones. The oldest prompt gets at least half of it, the shortest
-one the rest: nobody waits behind a long prompt, which itself never stops.
+with as much as `Pace` allows beside the decoding ones. The oldest prompt gets at least half of it, the
+shortest one the rest: nobody waits behind a long prompt, which itself never stops.
 
 When there is no memory for a decoding sequence (after the prefix cache has given up all that nobody uses), or
-for a waiting one of higher priority, the last in order is preempted: swapped to the host pool if that has room,
-else computed again later. A sequence must fit the memory when it is alone; max_model_len sees to that.
+for a waiting one of higher priority, the last in order is preempted: swapped to the host pool if that has
+room, else computed again later. A sequence must fit the memory when it is alone; max_model_len sees to that.
 
 Schedules may be made while the step before them runs: nothing here touches the bytes (see `Memory`).
 """
@@ -247,7 +247,7 @@ class Scheduler:
         return list(seq.digests(len(seq.tokens) - 1, self._memory.page_size))
 
     def _note_branch_point(self, seq: Sequence) -> None:
-        """Where it leaves what others have cached beyond the last state, it is to keep one: twice is a habit."""
+        """Where it leaves what others have cached beyond the last state, it is to keep one."""
         grid = self._snapshots.grid if self._snapshots else 1
         seen = self._memory.cache.match(self._reusable(seq)).num_pages_seen * self._memory.page_size
         seq.branch_points.add(seen // grid * grid)

@@ -16,6 +16,7 @@ from longspan.engine.token_history import TokenHistory
 from longspan.memory.memory import SequenceMemory
 from longspan.memory.prefix_cache import Checkpoint, page_digests
 from longspan.memory.swap import Swapped
+from longspan.structure import Vocabulary
 
 BAN = -100
 """A logit_bias of this bans a token, whatever its logit and the temperature."""
@@ -29,7 +30,10 @@ class Sequence:
     planned or running, so that `tokens` has them not yet.
     """
 
-    def __init__(self, request: Request, index: int, seed: int, order: int = 0) -> None:
+    def __init__(
+        self, request: Request, index: int, seed: int, order: int = 0, vocabulary: Vocabulary | None = None
+    ) -> None:
+        """`vocabulary` None: of a model without a tokenizer."""
         self.request = request
         self.params = request.params
         self.index = index
@@ -38,7 +42,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.tokens)
         self.num_in_flight = 0
         self.ended = False
-        self.constraint = request.make_constraint() if request.make_constraint else None
+        self.constraint = request.structure.start(vocabulary) if request.structure and vocabulary else None
         self.stream = random.Random(f"{seed}:{index}").getrandbits(64)
         self.history = TokenHistory(self.tokens) if self.params.penalises else None
         self.arrived = time.monotonic()
@@ -112,7 +116,7 @@ class Sequence:
         if self.history:
             self.history.append(token_id)
         if self.constraint:
-            self.constraint.push(token_id)
+            self.constraint.accept(token_id)
 
     def take_started(self) -> Started | None:
         """Once, with the first output."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from longspan.memory.use import MemoryUse
 
@@ -18,7 +18,7 @@ class EngineStats:
     num_waiting: int = 0
     num_swapped: int = 0  # of the waiting, those whose state is in the host pool
     cache_usage: float = 0.0  # share of the arena that running sequences hold, 1 = all
-    memory: MemoryUse = MemoryUse()
+    memory: MemoryUse = field(default_factory=MemoryUse)
     num_checkpoints: int = 0  # of the prefix cache
     num_preemptions: int = 0
     num_swaps: int = 0

@@ -15,6 +15,7 @@ from longspan.formats.inventory import (
 )
 from longspan.formats.safetensors import Checkpoint
 
+_MANY = 1_000_000  # twice as many tensors as K3 has
 _BUFFER_ENDINGS = ("rotary_emb.inv_freq",)  # saved by some exporters, read by nothing
 _VISION_BEGINNINGS = ("vision_tower.", "mm_projector.")
 
@@ -35,7 +36,7 @@ class Comparison:
 
 
 def compare(config: ModelConfig, checkpoint: Checkpoint) -> Comparison:
-    """List every difference.
+    """List every difference. Raises CheckpointError where more than a million tensors are missing.
 
     A matrix of a routed expert may be plain or packed whatever the config announces: the file decides. Others
     that are packed show up as one tensor missing and two unexpected.
@@ -48,6 +49,11 @@ def compare(config: ModelConfig, checkpoint: Checkpoint) -> Comparison:
         in_file = left.pop(name, None)
         if in_file is None:
             result.missing.append(name)
+            if len(result.missing) > _MANY:  # a damaged config may call for any number of experts
+                raise CheckpointError(
+                    f"{checkpoint.source} lacks more than {_MANY} tensors that its config.json calls for.",
+                    remedy="Take config.json from the release that the weights came from.",
+                )
             return
         result.parts[in_file] = spec.part
         info = checkpoint.info(in_file)

@@ -1,14 +1,12 @@
 """Upper bound of what one step of the model holds for a moment, from the config alone.
 
-The operators work in blocks of fixed sizes, so nothing here grows with the context; what grows is named.
+The operators work in blocks of fixed sizes, so nothing here grows with the context; what grows is named. They
+are imported, and torch with them, where a bound is worked out: a process that only holds plans does without.
 """
 
 from __future__ import annotations
 
 from longspan.config import ModelConfig
-from longspan.ops.indexer import INDEX_KEY_BLOCK, INDEX_QUERY_BLOCK
-from longspan.ops.kda import SEGMENT, TILE
-from longspan.ops.sparse_attention import DENSE_KEY_BLOCK, DENSE_QUERY_BLOCK, GATHER_ELEMENTS
 
 WIDE = 4  # bytes of float32
 LOGIT_COPIES = 8  # float32 equivalents per logit while sampling: raw, edited, sorted, float64 masses
@@ -29,6 +27,8 @@ def activation_bytes(config: ModelConfig, num_tokens: int, num_logit_rows: int, 
 
 
 def _kda(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
+    from longspan.ops.kda import SEGMENT, TILE
+
     width = config.kda.num_heads * config.kda.head_dim
     rows = num_tokens * width * (11 * element_bytes + 20 * WIDE)
     inside_tiles = min(num_tokens, SEGMENT) * width * (TILE * 7 + 24) * WIDE
@@ -36,6 +36,9 @@ def _kda(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
 
 
 def _mla(config: ModelConfig, num_tokens: int, element_bytes: int) -> int:
+    from longspan.ops.indexer import INDEX_KEY_BLOCK, INDEX_QUERY_BLOCK
+    from longspan.ops.sparse_attention import DENSE_KEY_BLOCK, DENSE_QUERY_BLOCK, GATHER_ELEMENTS
+
     mla = config.mla
     width = mla.num_heads * (mla.kv_lora_rank + mla.qk_rope_head_dim)
     rows = num_tokens * width * (2 * element_bytes + 4 * WIDE)

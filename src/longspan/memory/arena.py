@@ -18,7 +18,8 @@ class Arena:
         self.pages_per_slab = pages_per_slab
         self._free_slabs = list(reversed(range(num_slabs)))  # what was freed last goes first: it is warm
         self._open: dict[int, list[int]] = {}  # slab -> its free pages, where some but not all are free
-        # The open slabs by their number of free pages; dicts, for they keep an order and lose members cheaply.
+        # The open slabs by their number of free pages; dicts, for they keep an order and lose members
+        # cheaply.
         self._by_free: list[dict[int, None]] = [{} for _ in range(pages_per_slab + 1)]
         self._num_open_pages = 0
 
@@ -69,8 +70,8 @@ class Arena:
             lost = sorted(set(range(self.num_pages)) - set(pages))
             twice = sorted({page for page in pages if pages.count(page) > 1}) if len(pages) < 10_000 else "?"
             raise RuntimeError(
-                f"Of {self.num_slabs} slabs {len(self._free_slabs)} are free, {len(held_slots)} hold states and "
-                f"{len(self._open)} have free pages; pages lost: {lost[:8]}, in two places: {twice[:8]}."
+                f"Of {self.num_slabs} slabs {len(self._free_slabs)} are free, {len(held_slots)} hold states "
+                f"and {len(self._open)} have free pages; pages lost: {lost[:8]}, in two places: {twice[:8]}."
             )
 
     def _pages_of(self, slab: int) -> range:

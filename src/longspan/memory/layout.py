@@ -23,8 +23,8 @@ def make_views(
 ) -> tuple[LayerView, ...]:
     """Windows on pages [num_pages, bytes] and slots [num_slots, bytes], both uint8 with dense rows.
 
-    Rows may be longer than `page_layout` and `slot_layout` say, and may be the same memory. Latents, index keys
-    and conv windows have `dtype`, recurrent states float32; with `index_key_dtype` "int8" index keys are
+    Rows may be longer than `page_layout` and `slot_layout` say, and may be the same memory. Latents, index
+    keys and conv windows have `dtype`, recurrent states float32; with `index_key_dtype` "int8" index keys are
     `QuantizedKeys`. The model reads only what it has written.
     """
     page = page_layout(config, page_size, dtype.itemsize, index_key_dtype).offsets

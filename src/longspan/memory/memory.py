@@ -2,12 +2,12 @@
 
 A sequence holds one slot (KDA state and convolution window of every KDA layer) and pages (latent and index
 key of every full-attention layer), all of one arena. Page p is row p in each of those layers, so one list of
-pages serves them all, and the kinds are taken, grown and freed together. What sequences have in common lies in
-the prefix cache, as checkpoints: a state and all pages below it.
+pages serves them all, and the kinds are taken, grown and freed together. What sequences have in common lies
+in the prefix cache, as checkpoints: a state and all pages below it.
 
-Who holds what changes at once, when a step is scheduled. What that means for the bytes (a state copied, a freed
-page poisoned) is kept as *edits*, which whoever runs the steps carries out in order, before the next one. So a
-step may be scheduled while the one before it still runs.
+Who holds what changes at once, when a step is scheduled. What that means for the bytes (a state copied, a
+freed page poisoned) is kept as *edits*, which whoever runs the steps carries out in order, before the next
+one. So a step may be scheduled while the one before it still runs.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SequenceMemory:
 class Memory:
     """`num_slabs` slabs, each one slot or `pages_per_slab` pages of `page_size` tokens.
 
-    `poison` makes NaN of everything that nobody owns, so that a read of it can't go unnoticed. The KDA state of
-    a new sequence is a copy of a checkpoint's, or else whatever its slot holds: `StepBatch.context_lens` 0
+    `poison` makes NaN of everything that nobody owns, so that a read of it can't go unnoticed. The KDA state
+    of a new sequence is a copy of a checkpoint's, or else whatever its slot holds: `StepBatch.context_lens` 0
     makes it start from zero. `swap_bytes`: of the host pool for sequences that lose their memory.
     """
 
@@ -119,7 +119,7 @@ class Memory:
         )
 
     def new_sequence(self, digests: Sequence[bytes] = ()) -> SequenceMemory | None:
-        """Memory that goes on from the deepest checkpoint of these pages, if any; None: no room for a state."""
+        """Memory that goes on from the deepest checkpoint of these pages; None: no room for a state."""
         tip = self.cache.match(list(digests)).checkpoint if digests else None
         return self._start(tip)
 
@@ -166,7 +166,7 @@ class Memory:
         self._slots[target, : self._slot_bytes] = self._slots[source, : self._slot_bytes]
 
     def is_finite(self, slot: int, pages: Sequence[int]) -> bool:
-        """No NaN and no infinity in this slot and in all of these pages. Only who runs the steps may call it."""
+        """No NaN and no infinity in this slot and these pages. Only who runs the steps may call it."""
         rows = torch.tensor(pages, dtype=torch.int64)
         parts: list[Tensor] = []
         for view in self.views:
@@ -179,7 +179,8 @@ class Memory:
         return all(math.isfinite(part.sum().item()) or bool(part.isfinite().all()) for part in parts)
 
     def publish(self, seq: SequenceMemory, digests: list[bytes], slot: int) -> Checkpoint | None:
-        """Makes a checkpoint of the reserved `slot`: the state after the pages of `digests`, which `seq` holds.
+        """Makes a checkpoint of the reserved `slot`: the state after the pages of `digests`, which `seq`
+        holds.
 
         None, and the slot is given up, if `seq` has been freed meanwhile.
         """
@@ -204,7 +205,7 @@ class Memory:
         self._give_back([], [slot])
 
     def swap_out(self, seq: SequenceMemory) -> Swapped | None:
-        """Frees `seq` and keeps in the host pool what the prefix cache has not; None: the pool is too full."""
+        """Frees `seq`, keeping in the host pool what the prefix cache has not; None: no room there."""
         first = seq.tip.num_tokens // self.page_size if seq.tip else 0
         tail = seq.pages[first : ceil(seq.num_tokens / self.page_size)]
         swapped = self.swap.add(seq.tip, seq.num_tokens, len(tail) * self._page_bytes + self._slot_bytes)
@@ -244,7 +245,7 @@ class Memory:
             edit()
 
     def check(self) -> None:
-        """Raises RuntimeError unless every byte is free or held once: by a sequence or by the prefix cache."""
+        """Raises RuntimeError unless every byte is free or held once, by a sequence or the prefix cache."""
         self.cache.check()
         pages = [page for seq in self._held for page in seq.own] + self.cache.held_pages()
         slots = [seq.slot for seq in self._held] + self.cache.held_slots() + list(self._reserved)

@@ -57,8 +57,8 @@ class MemoryPlan:
             (
                 "cache",
                 show_bytes(self.cache_bytes),
-                f"{self.num_slabs} slabs of {show_bytes(self.slab_bytes)}, each a KDA state or {tokens} tokens; "
-                f"for up to {self.max_num_seqs} running sequences and the prefix cache",
+                f"{self.num_slabs} slabs of {show_bytes(self.slab_bytes)}, each a KDA state or {tokens} "
+                f"tokens; for up to {self.max_num_seqs} running sequences and the prefix cache",
             ),
             ("host pool", show_bytes(self.swap_bytes), "for sequences that are preempted"),
             ("activations", show_bytes(self.activation_bytes), "of the largest step"),
@@ -89,8 +89,8 @@ def plan_memory(
     `available_bytes` None: what the machine has free now.
 
     `cache_gib` None: enough for one longest sequence and for all KDA states, at least DEFAULT_CACHE_BYTES,
-    but never more than half of the room beside the weights. `swap_gib` None: a quarter of the cache, if there is
-    room. Cache, host pool and activations together must fit in that room. Raises CapacityError.
+    but never more than half of the room beside the weights. `swap_gib` None: a quarter of the cache, if there
+    is room. Cache, host pool and activations together must fit in that room. Raises CapacityError.
     """
     if index_key_dtype != "auto" and config.indexer is None:
         raise CapacityError(
@@ -176,8 +176,8 @@ def _too_large(
     remedies = remedies or ["lower --cache-gib, --max-num-batched-tokens and --max-num-seqs together"]
     swap = f", the host pool of {show_bytes(plan.swap_bytes)}" if plan.swap_bytes else ""
     return CapacityError(
-        f"The cache of {show_bytes(plan.cache_bytes)}{swap} and a step of {show_bytes(plan.activation_bytes)} "
-        f"don't fit: {show_bytes(available)} are free, of which they may take {show_bytes(room)} "
+        f"The cache of {show_bytes(plan.cache_bytes)}{swap} and a step of "
+        f"{show_bytes(plan.activation_bytes)} don't fit: {show_bytes(available)} are free, of which they may take {show_bytes(room)} "
         f"beside the weights of {show_bytes(plan.weight_bytes)}.",
         remedy=f"Free some memory, or {', or '.join(remedies)}.",
     )
@@ -198,8 +198,8 @@ def _too_small(
     if max_model_len is not None and fitting > states:
         remedies.append(f"lower --max-model-len to {(fitting - states) * slab.num_tokens}")
     return CapacityError(
-        f"The cache of {show_bytes(budget)} can't hold {states} KDA state{'s' * (states > 1)} and one sequence "
-        f"of {length} tokens, in slabs of {show_bytes(slab.num_bytes)}, each a state or {slab.num_tokens} "
+        f"The cache of {show_bytes(budget)} can't hold {states} KDA state{'s' * (states > 1)} and one "
+        f"sequence of {length} tokens, in slabs of {show_bytes(slab.num_bytes)}, each a state or {slab.num_tokens} "
         f"tokens: that takes {show_bytes(needed)}.",
         remedy=f"To mend it, {', or '.join(remedies or ['free some memory'])}.",
     )

@@ -1,7 +1,7 @@
 """The host pool: what sequences that had to give up their memory take back later, bit for bit.
 
-Kept is what the prefix cache has not: the state, and the pages after the checkpoint that the sequence stood on.
-If that checkpoint is evicted meanwhile, the rest is worth nothing, and the sequence is computed again.
+Kept is what the prefix cache has not: the state, and the pages after the checkpoint that the sequence stood
+on. If that checkpoint is evicted meanwhile, the rest is worth nothing, and the sequence is computed again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """From a batch of logits to one token per row. Rows are independent: batch mates never change a choice.
 
-Order of operations: logit bias, penalties, temperature, then the filters. Per row
+Order of operations: logit bias, penalties, masks, temperature, then the filters. Per row
 
     penalties    l > 0 ? l / repetition : l * repetition     tokens of prompt or output
                  l - frequency * count - presence            tokens of the output
@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
+# What each bit of a byte adds to a logit, the lowest first: 0 where it is set, else -inf.
+_OF_BYTE = torch.where(torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ def apply_penalties(
     out = logits.clone()
     out[rows, tokens] = value
     return out
+
+
+def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """Tokens of rows[i] that have no bit in masks[i] get -inf.
+
+    logits [R, V] float32, changed in place; rows [M] int64, each once; masks [M, ceil(V / 32)] int32, the bit
+    of the lowest token first.
+    """
+    added = torch.nn.functional.embedding(masks.view(torch.uint8).int(), _OF_BYTE)
+    logits.index_add_(0, rows, added.view(len(rows), -1)[:, : logits.shape[1]])
 
 
 def sample(

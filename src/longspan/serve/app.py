@@ -13,31 +13,33 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from longspan import __version__
 from longspan.errors import RequestError
-from longspan.serve.chat import complete_chat, prepare_chat, stream_chat
-from longspan.serve.completions import complete_text, prepare_completion, stream_completion
-from longspan.serve.delivery import EventStream, unless_disconnected
-from longspan.serve.failures import error_object, install_handlers
+from longspan.serve.body import parse_body
+from longspan.serve.chat import CHATS
+from longspan.serve.completions import COMPLETIONS
+from longspan.serve.failures import failure, install_handlers
 from longspan.serve.gate import Gate
 from longspan.serve.json_text import JsonResponse
+from longspan.serve.page import add_page_routes
 from longspan.serve.prompts import chat_prompt
-from longspan.serve.protocol import (
-    Body,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    parse_body,
-)
+from longspan.serve.protocol import DetokenizeRequest, TokenizeRequest
+from longspan.serve.route import add_route, takes
 from longspan.serve.service import Service
+from longspan.serve.sight import Sight
+from longspan.serve.tracing import Tracing
 
 
-def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -> FastAPI:
+def create_app(
+    service: Service, draining: Callable[[], bool] = lambda: False, tracing: Tracing | None = None
+) -> FastAPI:
     """All routes over one engine. `draining()`: the server was told to stop, so new work is refused."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await service.engine.start()
         yield
         await service.engine.shutdown()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="Longspan", version=__version__, lifespan=lifespan)
     install_handlers(app)
@@ -45,49 +47,25 @@ def create_app(service: Service, draining: Callable[[], bool] = lambda: False) -
     app.add_middleware(
         Gate, api_key=options.api_key, max_body_bytes=options.max_body_bytes, draining=draining
     )
+    app.add_middleware(Sight, metrics=service.metrics, tracing=tracing)  # the last is the outermost
     _add_generation_routes(app, service)
     _add_token_routes(app, service)
     _add_state_routes(app, service, draining)
+    add_page_routes(app)
     return app
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    # Reading, rendering and encoding a long chat takes seconds, so a thread does it: the event loop never
-    # waits.
-
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
-    async def chat_completions(request: Request) -> Response:
-        raw = await request.body()
-
-        async def answer() -> Response:
-            call = await asyncio.to_thread(lambda: prepare_chat(service, parse_body(raw, ChatRequest)))
-            if call.body.stream:
-                return await EventStream.open(stream_chat(service, call))
-            return JsonResponse(await complete_chat(service, call))
-
-        return await unless_disconnected(request.receive, answer())
-
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        raw = await request.body()
-
-        async def answer() -> Response:
-            call = await asyncio.to_thread(
-                lambda: prepare_completion(service, parse_body(raw, CompletionRequest))
-            )
-            if call.body.stream:
-                return await EventStream.open(stream_completion(service, call))
-            return JsonResponse(await complete_text(service, call))
-
-        return await unless_disconnected(request.receive, answer())
+    for route in (CHATS, COMPLETIONS):
+        add_route(app, service, route)
 
 
 def _add_token_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         return await asyncio.to_thread(_tokenized, service, await request.body())
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         return await asyncio.to_thread(_detokenized, service, await request.body())
 
@@ -120,16 +98,10 @@ def _detokenized(service: Service, raw: bytes) -> Response:
 
 def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is not None and body.prompt is None:
-        return chat_prompt(service.tokenizer, body).token_ids
+        return chat_prompt(service.tokenizer, body.chat()).token_ids
     if body.prompt is not None and body.messages is None:
         return service.tokenizer.encode(body.prompt)
     raise RequestError("Exactly one of `prompt` and `messages` is expected.", param="prompt")
-
-
-def _takes(kind: type[Body]) -> dict[str, Any]:
-    """The body of a route for /openapi.json: it is parsed by us, so FastAPI doesn't know it."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"content": content, "required": True}}
 
 
 def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], bool]) -> None:
@@ -151,10 +123,11 @@ def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], boo
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
-    async def health() -> Response:
-        if draining() or not service.engine.healthy:
-            what = "the server is shutting down" if draining() else "the engine has died"
-            return JsonResponse(error_object(503, f"Not serving: {what}."), 503)
+    async def health(request: Request) -> Response:
+        if draining():
+            return failure(request, 503, "The server is shutting down.")
+        if refusal := service.engine.refusal:
+            return failure(request, 503, str(refusal))
         return Response(status_code=200)
 
     @app.get("/metrics")

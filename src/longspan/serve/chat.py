@@ -1,94 +1,56 @@
-"""POST /v1/chat/completions: a body becomes an engine request, its events OpenAI's deltas or one message."""
+"""POST /v1/chat/completions: the events of a chat as OpenAI's deltas, or added up to one message."""
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
 from longspan.chat import (
     ContentDelta,
     Event,
-    ForcedToolCall,
     ReasoningDelta,
-    ReplyParser,
     ToolCallArguments,
     ToolCallEnd,
     ToolCallStart,
     collect,
 )
-from longspan.chat.xtml import CONTROL_TOKENS
 from longspan.engine.output import Finish, TokenLogprobs
-from longspan.engine.readers import ChatReader
-from longspan.engine.request import Request, SamplingParams
-from longspan.errors import RequestError
+from longspan.serve.chat_call import ChatCall, prepare_call
+from longspan.serve.delivery import EventStream
 from longspan.serve.logprobs import chat_logprobs, prompt_logprobs
-from longspan.serve.prompts import ChatPrompt, chat_prompt
 from longspan.serve.protocol import ChatRequest
+from longspan.serve.route import Generation
 from longspan.serve.service import Service
-from longspan.serve.usage import Usage
 
 
 @dataclass(frozen=True)
-class ChatCall:
-    """A chat request ready to run, with the fields that every chunk of its answer repeats."""
+class OpenAIChat:
+    """A call with the body it came in."""
 
     body: ChatRequest
-    request: Request
-    prompt: ChatPrompt
-    created: int
-    model: str
+    call: ChatCall
 
     def head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.body.request_id or self.request.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-        }
+        call = self.call
+        return {"id": call.id, "object": kind, "created": call.created, "model": call.model}
 
 
-def prepare_chat(service: Service, body: ChatRequest) -> ChatCall:
-    """Checks, renders and encodes. Raises RequestError: what can be refused is refused before any work."""
-    model = service.model_name(body.model)
-    if not (body.add_generation_prompt or body.continue_final_message):
-        raise RequestError(
-            "`add_generation_prompt` is false, so there is no reply to begin.",
-            param="add_generation_prompt",
-            remedy="Leave it out, or set `continue_final_message` to continue the last message.",
-        )
-    sampling: dict[str, Any] = {"max_tokens": None} | body.sampling()
-    params = SamplingParams(**sampling)
-    prompt = chat_prompt(service.tokenizer, body, service.check_text)
-    request = Request(
-        id=f"chatcmpl-{uuid.uuid4().hex}",
-        prompt_token_ids=prompt.token_ids,
-        params=params,
-        make_reader=lambda: ChatReader(
-            ReplyParser(service.tokenizer, thinking=prompt.in_reasoning),
-            params,
-            max_calls=0 if body.tool_choice == "none" else None if body.parallel_tool_calls else 1,
-        ),
-        make_constraint=_constraint(service, prompt),
-    )
-    service.check_choices(params.n)
-    service.check([request])
-    return ChatCall(body, request, prompt, int(time.time()), model)
+def prepare_chat(service: Service, body: ChatRequest, request_id: str) -> OpenAIChat:
+    """Raises RequestError: what can be refused is refused before any work."""
+    call_id = body.request_id or f"chatcmpl-{request_id}"
+    return OpenAIChat(body, prepare_call(service, body.chat(), body, body.sampling(), call_id))
 
 
-def _constraint(service: Service, prompt: ChatPrompt) -> Callable[[], ForcedToolCall] | None:
-    if not prompt.forced:
-        return None
-    return lambda: ForcedToolCall(service.tokenizer, prompt.forced, thinking=prompt.in_reasoning)
+async def stream_chat(service: Service, chat: OpenAIChat) -> EventStream:
+    return await EventStream.open(_chunks(service, chat))
 
 
-async def stream_chat(service: Service, call: ChatCall) -> AsyncGenerator[dict[str, Any], None]:
-    """Chunks: the role of each choice, its deltas, its end, and the usage if asked for."""
-    body, options = call.body, call.body.stream_options
-    head = call.head("chat.completion.chunk")
-    usage = _usage(service, call)
+async def _chunks(service: Service, chat: OpenAIChat) -> AsyncGenerator[dict[str, Any], None]:
+    """The role of each choice, its deltas, its end, and the usage if asked for."""
+    body, options = chat.body, chat.body.stream_options
+    head = chat.head("chat.completion.chunk")
+    usage = chat.call.usage()
 
     def chunk(
         index: int, delta: dict[str, Any], logprobs: Any = None, end: dict[str, Any] | None = None
@@ -99,13 +61,13 @@ async def stream_chat(service: Service, call: ChatCall) -> AsyncGenerator[dict[s
             chunk["usage"] = usage.as_json()
         return chunk
 
-    async with service.run([call.request]) as steps:
+    async with service.run([chat.call.request]) as steps:
         for index in range(body.n):
             yield chunk(index, {"role": "assistant", "content": ""})
         async for step in steps:
             usage.add(step)
             logprobs = _logprobs(service, body, step.logprobs)
-            for event in _kept(call, step.deltas):
+            for event in _kept(body, step.deltas):
                 if delta := _delta(event):
                     yield chunk(step.index, delta, logprobs)
                     logprobs = None
@@ -117,16 +79,17 @@ async def stream_chat(service: Service, call: ChatCall) -> AsyncGenerator[dict[s
         yield head | {"choices": [], "usage": usage.as_json()}
 
 
-async def complete_chat(service: Service, call: ChatCall) -> dict[str, Any]:
+async def complete_chat(service: Service, chat: OpenAIChat) -> dict[str, Any]:
     """The whole answer at once."""
-    choices = [_Choice() for _ in range(call.body.n)]
-    usage = _usage(service, call)
-    answer = call.head("chat.completion")
-    async with service.run([call.request]) as steps:
+    body = chat.body
+    choices = [_Choice() for _ in range(body.n)]
+    usage = chat.call.usage()
+    answer = chat.head("chat.completion")
+    async with service.run([chat.call.request]) as steps:
         async for step in steps:
             usage.add(step)
             choice = choices[step.index]
-            choice.events += _kept(call, step.deltas)
+            choice.events += _kept(body, step.deltas)
             choice.logprobs += step.logprobs
             choice.finish = step.finish
             if step.prompt_logprobs is not None:
@@ -135,7 +98,7 @@ async def complete_chat(service: Service, call: ChatCall) -> dict[str, Any]:
         {
             "index": index,
             "message": collect(choice.events).to_message(),
-            "logprobs": _logprobs(service, call.body, choice.logprobs),
+            "logprobs": _logprobs(service, body, choice.logprobs),
             **_end(choice.finish),
         }
         for index, choice in enumerate(choices)
@@ -153,14 +116,9 @@ class _Choice:
     finish: Finish | None = None
 
 
-def _usage(service: Service, call: ChatCall) -> Usage:
-    control_ids = {service.tokenizer.special_id(token) for token in CONTROL_TOKENS}
-    return Usage(len(call.request.prompt_token_ids), control_ids if call.prompt.in_reasoning else None)
-
-
-def _kept(call: ChatCall, events: list[Event]) -> list[Event]:
+def _kept(body: ChatRequest, events: list[Event]) -> list[Event]:
     """The events that the caller asked to see."""
-    if call.body.include_reasoning:
+    if body.include_reasoning:
         return events
     return [event for event in events if not isinstance(event, ReasoningDelta)]
 
@@ -188,3 +146,6 @@ def _logprobs(service: Service, body: ChatRequest, steps: list[TokenLogprobs]) -
 
 def _end(finish: Finish) -> dict[str, Any]:
     return {"finish_reason": finish.reason, "stop_reason": finish.stop_reason}
+
+
+CHATS = Generation("/v1/chat/completions", ChatRequest, prepare_chat, complete_chat, stream_chat)

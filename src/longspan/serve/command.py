@@ -6,14 +6,20 @@ import argparse
 import json
 import os
 import shlex
+import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longspan import logs
 from longspan.engine.options import EngineOptions, add_engine_arguments
+from longspan.engine.supervisor import MAX_RESTARTS, RESTART_PERIOD, STEP_TIMEOUT
+from longspan.engine.worker import ProcessWorker, Worker, load_core
 from longspan.errors import CapacityError
 
 if TYPE_CHECKING:
-    from longspan.engine.engine import Engine
+    from longspan.engine.async_engine import AsyncEngine
     from longspan.serve.service import ServeOptions
 
 KEY_VARIABLE = "LONGSPAN_API_KEY"
@@ -59,13 +65,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=30,
         help="after SIGTERM or Ctrl-C, how long running requests may go on (default: %(default)s)",
     )
-    group.add_argument("--access-log", action="store_true", help="print a line for each request")
+    _add_worker_arguments(parser)
+    _add_sight_arguments(parser)
     add_engine_arguments(parser)
+
+
+def _add_worker_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine process")
+    group.add_argument(
+        "--on-worker-death",
+        choices=("restart", "exit"),
+        default="restart",
+        help=f"what to do where the engine's process dies: start another one, at most {MAX_RESTARTS} in "
+        f"{RESTART_PERIOD / 60:g} minutes, or leave with an exit code of 1 (default: %(default)s)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="S",
+        default=STEP_TIMEOUT,
+        help="an engine that works on one step for longer counts as dead; 0: never (default: %(default)g)",
+    )
+
+
+def _add_sight_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logs and traces")
+    group.add_argument(
+        "--log-level",
+        choices=logs.LEVELS,
+        default="info",
+        help="info has a line for each request that was answered (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=logs.FORMATS,
+        default="text",
+        help="json: an object per line (default: %(default)s)",
+    )
+    group.add_argument(
+        "--access-log",
+        action="store_true",
+        help="also log every HTTP request as web servers do, probes and scrapers included",
+    )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a trace of each request to this OpenTelemetry collector, by OTLP over HTTP "
+        "(needs longspan[otel])",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
     """Serves until it is told to stop. Raises LongspanError for what can't be served."""
-    for name in ("max_queue", "max_body_mib", "drain_seconds"):
+    for name in ("max_queue", "max_body_mib", "drain_seconds", "step_timeout"):
         if not 0 <= getattr(args, name) <= _HIGHEST:
             flag = f"--{name.replace('_', '-')}"
             raise CapacityError(
@@ -74,36 +126,64 @@ def main(args: argparse.Namespace) -> int:
     if args.api_key is not None and not args.api_key.strip():
         raise CapacityError("--api-key is empty.", remedy="Give a key, or leave it out to ask for none.")
 
-    from longspan.serve.server import Server, bind
+    logs.configure(args.log_level, args.log_format, access_log=args.access_log)
+
+    from longspan.serve.server import bind
 
     # First of all, so that a taken port is known before weights are read.
     with bind(args.host, args.port) as listener:
-        from longspan.engine.async_engine import AsyncEngine
-        from longspan.engine.engine import Engine
-        from longspan.serve.app import create_app
-        from longspan.serve.service import ServeOptions, Service
+        start = partial(
+            ProcessWorker,
+            partial(load_core, args.model, EngineOptions.from_args(args)),
+            partial(logs.configure, args.log_level, args.log_format),
+        )
+        worker = start()
+        try:
+            return _serve(args, listener, worker, start)
+        finally:
+            worker.kill()
 
-        engine = Engine.from_path(args.model, EngineOptions.from_args(args))
-        options = ServeOptions(
-            served_model_names=tuple(args.served_model_name or [args.model.resolve().name]),
-            api_key=args.api_key and args.api_key.strip(),
-            max_queue=args.max_queue,
-            max_body_bytes=int(args.max_body_mib * 2**20),
-        )
-        async_engine = AsyncEngine(engine)
-        service = Service(async_engine, options)
-        app = create_app(service, draining=lambda: server.should_exit)
-        url = f"http://{_reachable(args.host)}:{listener.getsockname()[1]}"
-        server = Server(
-            app,
-            drain_seconds=args.drain_seconds,
-            busy=lambda: service.busy,
-            abort_all=async_engine.abort_all,
-            on_start=lambda: print(_welcome(engine, options, url), flush=True),
-            access_log=args.access_log,
-        )
-        server.serve_on(listener)
-    return 0
+
+def _serve(
+    args: argparse.Namespace, listener: socket.socket, worker: ProcessWorker, restart: Callable[[], Worker]
+) -> int:
+    # While the worker reads weights, this process imports what follows and reads its own tokenizer.
+    from longspan.chat import Tokenizer
+    from longspan.engine.async_engine import AsyncEngine
+    from longspan.serve.app import create_app
+    from longspan.serve.server import Server
+    from longspan.serve.service import ServeOptions, Service
+    from longspan.serve.tracing import Tracing
+
+    names = tuple(args.served_model_name or [args.model.resolve().name])
+    endpoint = args.otlp_traces_endpoint
+    tracing = Tracing.to_endpoint(names[0], endpoint) if endpoint is not None else None
+    engine = AsyncEngine(
+        worker,
+        Tokenizer.find(args.model),
+        restart=restart if args.on_worker_death == "restart" else None,
+        step_timeout=args.step_timeout,
+        on_death=lambda: setattr(server, "should_exit", True),
+    )
+    options = ServeOptions(
+        served_model_names=names,
+        api_key=args.api_key and args.api_key.strip(),
+        max_queue=args.max_queue,
+        max_body_bytes=int(args.max_body_mib * 2**20),
+    )
+    service = Service(engine, options)
+    app = create_app(service, draining=lambda: server.should_exit, tracing=tracing)
+    url = f"http://{_reachable(args.host)}:{listener.getsockname()[1]}"
+    server = Server(
+        app,
+        drain_seconds=args.drain_seconds,
+        busy=lambda: service.busy,
+        abort_all=engine.abort_all,
+        on_start=lambda: print(_welcome(engine, args.dtype, options, url), flush=True),
+        access_log=args.access_log,
+    )
+    server.serve_on(listener)
+    return 1 if engine.dead else 0
 
 
 def _reachable(host: str) -> str:
@@ -113,10 +193,10 @@ def _reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _welcome(engine: Engine, options: ServeOptions, url: str) -> str:
+def _welcome(engine: AsyncEngine, dtype: str, options: ServeOptions, url: str) -> str:
     """What runs, what it holds, and a line to try it with."""
     config, model = engine.config, options.served_model_names[0]
-    lines = [f"{model}: {config.family}, {config.num_layers} layers, {engine.options.dtype}"]
+    lines = [f"{model}: {config.family}, {config.num_layers} layers, {dtype}"]
     lines += [f"  {what:<16}{size:>10}  {remark}" for what, size, remark in engine.plan.lines()]
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0})
     key = ""

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.engine.output import Finish, StepOutput, TokenLogprobs
 from longspan.engine.readers import TextReader
 from longspan.engine.request import Request, SamplingParams
 from longspan.errors import RequestError
+from longspan.serve.delivery import EventStream
 from longspan.serve.logprobs import completion_logprobs, prompt_logprobs
 from longspan.serve.protocol import CompletionRequest
-from longspan.serve.service import Service
+from longspan.serve.route import Generation
+from longspan.serve.service import Service, engine_id
+from longspan.serve.structure import structure_of_text
 from longspan.serve.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -40,10 +42,10 @@ class CompletionCall:
         return self.first_choices[step.request_id] + step.index
 
     def usage(self) -> Usage:
-        return Usage(sum(len(request.prompt_token_ids) for request in self.requests))
+        return Usage(self.requests)
 
 
-def prepare_completion(service: Service, body: CompletionRequest) -> CompletionCall:
+def prepare_completion(service: Service, body: CompletionRequest, request_id: str) -> CompletionCall:
     """Checks and encodes. Raises RequestError: what can be refused is refused before any work."""
     model = service.model_name(body.model)
     sampling = body.sampling()
@@ -56,27 +58,37 @@ def prepare_completion(service: Service, body: CompletionRequest) -> CompletionC
             )
         # The log-probabilities of an echoed prompt are asked for together with those of its continuation.
         sampling.setdefault("prompt_logprobs", body.logprobs)
-    call_id = f"cmpl-{uuid.uuid4().hex}"
+    if body.only_echo:
+        # The engine makes one token of every prompt; `_outputs` leaves it out.
+        for name in ("stop", "stop_token_ids", "min_tokens"):
+            sampling.pop(name, None)
+        sampling |= {"max_tokens": 1, "ignore_eos": True}
+    call_id = body.request_id or f"cmpl-{request_id}"
     texts_or_ids = _prompts(body)
     service.check_choices(len(texts_or_ids) * body.n)
     prompts = [_token_ids(service, prompt) for prompt in texts_or_ids]
-    requests = [
-        _request(service, f"{call_id}-{i}", token_ids, sampling) for i, token_ids in enumerate(prompts)
-    ]
+    requests = [_request(service, body, call_id, token_ids, sampling) for token_ids in prompts]
     service.check(requests)
     echoes = [service.tokenizer.decode(token_ids) if body.echo else "" for token_ids in prompts]
     first_choices = {request.id: i * body.n for i, request in enumerate(requests)}
-    return CompletionCall(
-        body, body.request_id or call_id, requests, first_choices, echoes, int(time.time()), model
-    )
+    return CompletionCall(body, call_id, requests, first_choices, echoes, int(time.time()), model)
 
 
-def _request(service: Service, request_id: str, token_ids: list[int], sampling: dict[str, Any]) -> Request:
+def _request(
+    service: Service, body: CompletionRequest, call_id: str, token_ids: list[int], sampling: dict[str, Any]
+) -> Request:
     room = service.engine.max_model_len - len(token_ids)
     # What nobody asked for can't be too much.
     given: dict[str, Any] = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | sampling
     params = SamplingParams(**given)
-    return Request(request_id, token_ids, params, lambda: TextReader(service.tokenizer, params))
+    return Request(
+        id=engine_id(call_id),
+        prompt_token_ids=token_ids,
+        params=params,
+        make_reader=lambda: TextReader(service.tokenizer, params),
+        structure=structure_of_text(service.vocabulary, params, body.response_format),
+        **body.scheduling(),
+    )
 
 
 def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -96,7 +108,16 @@ def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
     return service.tokenizer.encode(prompt)
 
 
-async def stream_completion(service: Service, call: CompletionCall) -> AsyncGenerator[dict[str, Any], None]:
+async def _outputs(call: CompletionCall, steps: AsyncIterator[StepOutput]) -> AsyncIterator[StepOutput]:
+    async for step in steps:
+        yield replace(step, deltas=[], token_ids=[], logprobs=[]) if call.body.only_echo else step
+
+
+async def stream_completion(service: Service, call: CompletionCall) -> EventStream:
+    return await EventStream.open(_chunks(service, call))
+
+
+async def _chunks(service: Service, call: CompletionCall) -> AsyncGenerator[dict[str, Any], None]:
     """Chunks of text, each choice's end, then the usage if asked for."""
     body, options = call.body, call.body.stream_options
     usage = call.usage()
@@ -112,7 +133,7 @@ async def stream_completion(service: Service, call: CompletionCall) -> AsyncGene
         if body.echo:
             for index in range(len(offsets)):
                 yield chunk(_choice(index, call.echoes[index // body.n]))
-        async for step in steps:
+        async for step in _outputs(call, steps):
             usage.add(step)
             index, text, logprobs = call.choice_of(step), _text(step), None
             if step.logprobs:
@@ -130,7 +151,7 @@ async def complete_text(service: Service, call: CompletionCall) -> dict[str, Any
     outputs: list[list[StepOutput]] = [[] for _ in range(len(call.requests) * call.body.n)]
     usage = call.usage()
     async with service.run(call.requests) as steps:
-        async for step in steps:
+        async for step in _outputs(call, steps):
             usage.add(step)
             outputs[call.choice_of(step)].append(step)
     choices = [_whole_choice(service, call, index, outputs) for index in range(len(outputs))]
@@ -171,3 +192,8 @@ def _choice(index: int, text: str, logprobs: Any = None, finish: Finish | None =
 
 def _text(step: StepOutput) -> str:
     return "".join(delta.text for delta in step.deltas)
+
+
+COMPLETIONS = Generation(
+    "/v1/completions", CompletionRequest, prepare_completion, complete_text, stream_completion
+)

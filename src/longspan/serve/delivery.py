@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -44,7 +44,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events: one JSON object each, then [DONE]. Nothing follows an error event, not even [DONE].
+    """Server-sent events: one JSON object each, then `done`. Nothing follows the event of a failure.
 
     Takes a generator that has already given its `first` event: whatever can be refused has been by then, with
     a status of its own, and closing the generator is sure to run its clean-up.
@@ -52,15 +52,34 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: dict[str, Any], rest: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(
+        self,
+        first: dict[str, Any],
+        rest: AsyncGenerator[dict[str, Any], None],
+        *,
+        failed: Callable[[Exception], dict[str, Any]],
+        named: bool,
+        done: bytes | None,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
+        self._failed = failed
+        self._named = named
+        self._done = done
 
     @classmethod
-    async def open(cls, events: AsyncGenerator[dict[str, Any], None]) -> EventStream:
-        return cls(await anext(events), events)
+    async def open(
+        cls,
+        events: AsyncGenerator[dict[str, Any], None],
+        *,
+        failed: Callable[[Exception], dict[str, Any]] = error_body,
+        named: bool = False,
+        done: bytes | None = b"[DONE]",
+    ) -> EventStream:
+        """`failed(error)`: the event that tells of it. `named`: each event is also called by its `type`."""
+        return cls(await anext(events), events, failed=failed, named=named, done=done)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
@@ -71,22 +90,23 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send(_event(self._first))
+        await send(self._event(self._first))
         try:
             async for event in self._rest:
-                await send(_event(event))
+                await send(self._event(event))
         except Exception as error:
             if not isinstance(error, LongspanError):
                 logger.exception("a stream failed")
-            await send(_event(error_body(error)))
+            await send(self._event(self._failed(error)))
         else:
-            await send(_chunk(b"[DONE]"))
+            if self._done is not None:
+                await send(_body(b"data: " + self._done))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _event(self, event: dict[str, Any]) -> dict[str, Any]:
+        name = b"event: " + event["type"].encode() + b"\n" if self._named else b""
+        return _body(name + b"data: " + json_bytes(event))
 
-def _event(event: dict[str, Any]) -> dict[str, Any]:
-    return _chunk(json_bytes(event))
 
-
-def _chunk(data: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True}
+def _body(data: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": data + b"\n\n", "more_body": True}

@@ -1,19 +1,31 @@
-"""What every request passes before it reaches a route: API key, size of the body, shutting down."""
+"""What every request passes before it reaches a route: its id, API key, size of the body, shutting down.
+
+The id is the client's `X-Request-Id`, or one is made. Every answer carries it, and answers of the routes that
+generate contain it.
+"""
 
 from __future__ import annotations
 
+import re
 import secrets
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 
-from starlette.datastructures import Headers
+from fastapi import Request
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from longspan.serve.failures import error_object
+from longspan.serve.failures import MESSAGES_PATH, REQUEST_ID, failure
 from longspan.serve.json_text import JsonResponse
+from longspan.serve.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})  # for probes and scrapers; no key needed
+# No key needed: for probes and scrapers, and for the page, whose calls then need it.
+OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/version"}) | PAGE_PATHS
+
+_MAX_ID = 128  # characters
+_NOT_IN_ID = re.compile(r"[^A-Za-z0-9._:/@=+-]")  # it gets into logs and headers
 
 
 class Gate:
@@ -32,24 +44,29 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        refusal = self._refusal(scope["path"], headers)
+        request_id = _NOT_IN_ID.sub("", headers.get(REQUEST_ID, ""))[:_MAX_ID] or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        send = _with_id(send, request_id, scope["path"])
+        refusal = self._refusal(Request(scope), headers)
         if refusal is not None:
             await refusal(scope, receive, send)
         else:
             await self._app(scope, self._counted(receive), send)
 
-    def _refusal(self, path: str, headers: Headers) -> JsonResponse | None:
-        if path in OPEN_PATHS:
+    def _refusal(self, request: Request, headers: Headers) -> JsonResponse | None:
+        if request.url.path in OPEN_PATHS:
             return None
         if self._keys is not None and not _has_key(headers, self._keys):
-            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
-            return JsonResponse(error_object(401, message), 401, {"WWW-Authenticate": "Bearer"})
+            message = (
+                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`."
+            )
+            return failure(request, 401, message, headers={"WWW-Authenticate": "Bearer"})
         if self._draining():
             message = "The server is shutting down. Try again later."
-            return JsonResponse(error_object(503, message), 503, {"Retry-After": "5"})
+            return failure(request, 503, message, headers={"Retry-After": "5"})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
-            return JsonResponse(error_object(413, self._too_large()), 413, {"Connection": "close"})
+            return failure(request, 413, self._too_large(), headers={"Connection": "close"})
         return None
 
     def _counted(self, receive: Receive) -> Receive:
@@ -70,6 +87,18 @@ class Gate:
         return f"The body is larger than {self._max_body_bytes} bytes. Send less, or raise --max-body-mib."
 
 
+def _with_id(send: Send, request_id: str, path: str) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            headers[REQUEST_ID] = request_id
+            if path.startswith(MESSAGES_PATH):
+                headers["request-id"] = request_id  # where Anthropic's clients look for it
+        await send(message)
+
+    return sending
+
+
 def _as_sent(api_key: str) -> list[bytes]:
     """A key as clients may put it into a header: in UTF-8, and some in Latin-1."""
     keys = [api_key.encode(errors="surrogateescape")]  # what the environment has need not be UTF-8
@@ -79,7 +108,8 @@ def _as_sent(api_key: str) -> list[bytes]:
 
 
 def _has_key(headers: Headers, keys: list[bytes]) -> bool:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    sent = key.strip(" \t").encode("latin-1")  # the bytes that came: starlette reads headers as Latin-1
-    matches = [secrets.compare_digest(sent, key) for key in keys]
-    return scheme.lower() == "bearer" and any(matches)
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    sent = [headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
+    # The bytes that came: starlette reads headers as Latin-1.
+    raw = [key.strip(" \t").encode("latin-1") for key in sent]
+    return any([secrets.compare_digest(one, key) for one in raw for key in keys])  # noqa: C419 (in constant time)

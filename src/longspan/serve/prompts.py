@@ -1,4 +1,4 @@
-"""Messages and options of a body -> token ids of the prompt. Slow for long chats: run it in a thread."""
+"""A chat, whatever protocol it came in -> token ids of its prompt. Slow if it is long: run it in a thread."""
 
 from __future__ import annotations
 
@@ -6,59 +6,86 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from longspan.chat import Segment, Tokenizer, check_messages, forced_functions, render
+from longspan.chat import (
+    Function,
+    Segment,
+    Tokenizer,
+    check_messages,
+    declared_functions,
+    forced_functions,
+    render,
+)
 from longspan.chat.xtml import close_tag, open_tag, text
 from longspan.errors import RequestError
-from longspan.serve.protocol import ChatRequest, TokenizeRequest
-from longspan.serve.thinking import ThinkingOptions, thinking_options
+from longspan.serve.thinking import DEFAULT, ThinkingOptions
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What is to be answered and how, in the words of OpenAI's chats."""
+
+    messages: list[Any]
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    response_format: dict[str, Any] | None = None
+    thinking: ThinkingOptions = DEFAULT
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
     """`in_reasoning`: the prompt ends inside the think channel, so the reply starts there.
 
-    `forced`: functions of which one must be called; without any the model decides.
+    `functions` are all that are declared, `forced` those of which one must be called; without any the model
+    decides. `partial_answer`: the text of the answer that the prompt ends with.
     """
 
     token_ids: list[int]
     in_reasoning: bool
-    forced: list[str]
+    functions: list[Function]
+    forced: list[Function]
+    partial_answer: str
 
 
 def chat_prompt(
     tokenizer: Tokenizer,
-    body: ChatRequest | TokenizeRequest,
+    chat: Chat,
     check_text: Callable[[int], None] = lambda num_characters: None,
 ) -> ChatPrompt:
     """Renders and encodes a chat. Raises RequestError naming the field that is wrong.
 
     `check_text` is called between the two and may raise for a text that is too long.
     """
-    messages = body.messages or []
+    messages, thinking = chat.messages, chat.thinking
     check_messages(messages)
-    thinking = thinking_options(body.reasoning_effort, body.thinking, body.chat_template_kwargs)
-    forced = forced_functions(body.tool_choice, body.tools, messages)
-    partial = _partial_reply(messages, thinking) if body.continue_final_message else None
+    functions = declared_functions(chat.tools, messages)
+    forced = forced_functions(chat.tool_choice, functions)
+    partial = _partial_reply(messages, thinking) if chat.continue_final_message else None
     segments = render(
         messages[:-1] if partial is not None else messages,
-        body.tools,
+        chat.tools,
         thinking=thinking.enabled,
         thinking_effort=thinking.effort,
-        tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else None,
-        add_generation_prompt=body.add_generation_prompt or partial is not None,
+        tool_choice=chat.tool_choice if isinstance(chat.tool_choice, str) else None,
+        response_format=chat.response_format,
+        add_generation_prompt=chat.add_generation_prompt or partial is not None,
         images=(),
     )
     if partial is not None:
         segments += partial.segments
     check_text(sum(len(segment.text) for segment in segments if not segment.special))
     in_reasoning = thinking.enabled and not (partial and partial.in_response)
-    return ChatPrompt(tokenizer.encode_segments(segments), in_reasoning, forced)
+    answer = partial.answer if partial else ""
+    return ChatPrompt(tokenizer.encode_segments(segments), in_reasoning, functions, forced, answer)
 
 
 @dataclass(frozen=True)
 class _Partial:
     segments: list[Segment]
     in_response: bool
+    answer: str
 
 
 def _partial_reply(messages: list[Any], thinking: ThinkingOptions) -> _Partial:
@@ -82,8 +109,8 @@ def _partial_reply(messages: list[Any], thinking: ThinkingOptions) -> _Partial:
             raise RequestError(
                 what, param=f"{where}.reasoning_content", remedy="Turn thinking on or leave it out."
             )
-        return _Partial(text(content), in_response=True)
+        return _Partial(text(content), in_response=True, answer=content)
     if not content:
-        return _Partial(text(reasoning), in_response=False)
+        return _Partial(text(reasoning), in_response=False, answer="")
     opened = [*text(reasoning), *close_tag("think"), *open_tag("response"), *text(content)]
-    return _Partial(opened, in_response=True)
+    return _Partial(opened, in_response=True, answer=content)

@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app,
-            log_level="info" if access_log else "warning",
+            log_config=None,  # longspan.logs has set it up
             access_log=access_log,
             lifespan="on",
             http=Connection,

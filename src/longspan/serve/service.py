@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -11,8 +12,11 @@ from longspan.engine.async_engine import AsyncEngine
 from longspan.engine.output import StepOutput
 from longspan.engine.request import Request
 from longspan.errors import CheckpointError, OverloadedError, RequestError
+from longspan.memory.plan import MemoryPlan
 from longspan.serve.failures import QueueFullError, UnknownModelError
-from longspan.serve.metrics import Metrics
+from longspan.serve.metrics import Meter, Metrics
+from longspan.serve.record import remember
+from longspan.structure import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class ServeOptions:
     api_key: str | None = None
     max_queue: int = 256  # choices that may wait beyond those that can run
     max_body_bytes: int = 16 * 2**20
+
+
+def engine_id(name: str) -> str:
+    """An id for the engine, which takes each but once: clients may give one name to several requests."""
+    return f"{name}-{secrets.token_hex(4)}"
 
 
 class Service:
@@ -37,8 +46,10 @@ class Service:
             )
         self.engine = engine
         self.tokenizer = engine.tokenizer
+        self.vocabulary = Vocabulary(self.tokenizer, engine.config.eos_token_ids)
         self.options = options
-        self.metrics = Metrics(options.served_model_names[0], lambda: engine.stats)
+        model = options.served_model_names[0]
+        self.metrics = Metrics(model, lambda: engine.stats, _cache_config(engine.plan))
         self._capacity = engine.plan.max_num_seqs + options.max_queue  # choices that run or wait
         self._admitted = 0
         tokens = map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))
@@ -89,10 +100,8 @@ class Service:
         Leaving the block, for whatever reason, ends what still runs. Raises QueueFullError at once, and while
         iterating the error of a choice that failed, or OverloadedError if the engine gave it up.
         """
-        if not self.engine.healthy:
-            raise OverloadedError(
-                "The engine is dead or shutting down.", remedy="Restart it; its log says why."
-            )
+        if refusal := self.engine.refusal:
+            raise refusal
         wanted = sum(request.params.n for request in requests)
         if self._admitted + wanted > self._capacity:
             raise QueueFullError(
@@ -100,25 +109,32 @@ class Service:
                 remedy="Try again later, or raise --max-queue.",
             )
         self._admitted += wanted
+        meters = {request.id: self.metrics.meter(request) for request in requests}
+        remember(meters.values())
+        error = None
         try:
             async with aclosing(_merge([self.engine.generate(request) for request in requests])) as outputs:
-                yield self._metered(requests, outputs)
+                yield _metered(meters, outputs)
+        except Exception as caught:
+            error = caught
+            raise
         finally:
             self._admitted -= wanted
+            for meter in meters.values():
+                meter.close(error)
 
-    async def _metered(
-        self, requests: list[Request], outputs: AsyncIterator[StepOutput]
-    ) -> AsyncIterator[StepOutput]:
-        meters = {
-            (request.id, index): self.metrics.meter(len(request.prompt_token_ids))
-            for request in requests
-            for index in range(request.params.n)
-        }
-        async for step in outputs:
-            meters[step.request_id, step.index].observe(step)
-            if step.finish and step.finish.reason == "abort":
-                raise OverloadedError("The server is shutting down, so it gave up on this request.")
-            yield step
+
+async def _metered(meters: dict[str, Meter], outputs: AsyncIterator[StepOutput]) -> AsyncIterator[StepOutput]:
+    async for step in outputs:
+        meters[step.request_id].observe(step)
+        if step.finish and step.finish.reason == "abort":
+            raise OverloadedError("The server is shutting down, so it gave up on this request.")
+        yield step
+
+
+def _cache_config(plan: MemoryPlan) -> dict[str, str]:
+    """Under vLLM's names; routers and autoscalers compute from them."""
+    return {"block_size": str(plan.page_size), "num_gpu_blocks": str(plan.num_slabs * plan.pages_per_slab)}
 
 
 async def _merge(sources: list[AsyncGenerator[StepOutput, None]]) -> AsyncGenerator[StepOutput, None]:
@@ -144,4 +160,4 @@ async def _merge(sources: list[AsyncGenerator[StepOutput, None]]) -> AsyncGenera
         await everything
     finally:
         everything.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(everything, *pumps, return_exceptions=True)

@@ -17,6 +17,10 @@ class ThinkingOptions:
     effort: str | None
 
 
+DEFAULT = ThinkingOptions(enabled=True, effort=DEFAULT_EFFORT)
+OFF = ThinkingOptions(enabled=False, effort=None)
+
+
 def thinking_options(
     reasoning_effort: str | None, thinking: dict[str, Any] | bool | None, template: dict[str, Any] | None
 ) -> ThinkingOptions:
@@ -53,7 +57,7 @@ def thinking_options(
         what = f"{' and '.join(f'`{field}`' for field in fields)} contradict each other."
         raise RequestError(what, param=fields[0], remedy="Send one of them.")
     if False in said.values():
-        return ThinkingOptions(enabled=False, effort=None)
+        return OFF
     return ThinkingOptions(enabled=True, effort=next(iter(efforts.values()), DEFAULT_EFFORT))
 
 

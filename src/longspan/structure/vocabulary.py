@@ -1,0 +1,124 @@
+"""Where grammars meet a tokenizer: llguidance's view of ours, and the compiling of grammars for it.
+
+llguidance compiles by recursion, one level for each rule, definition or nested schema on the way, and a stack
+that is full ends the process. So each grammar is compiled by a thread whose stack holds the largest one that
+`check_size` lets through. A few intersections of regexes take it for ever: such a thread is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from llguidance import LLMatcher, LLTokenizer
+
+from longspan.chat import Tokenizer
+from longspan.chat.tokenizer import PATTERN
+from longspan.errors import RequestError
+
+MAX_TEXT = 200_000  # characters of a regex or grammar, and of all choices
+MAX_NODES = 10_000  # objects and lists in a schema
+_STACK_BYTES = 2**29  # of address space; memory is taken as it is used
+_SECONDS = 10
+
+_stack_size = threading.Lock()
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A tokenizer, and the tokens that end a text."""
+
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """A matcher at the start of a grammar, to be copied and never fed. It may hold an error."""
+        return _compile(self, grammar)
+
+
+def dump(*grammars: dict[str, Any]) -> str:
+    """llguidance's grammar: the first is the one to begin with, others are used by name."""
+    return json.dumps({"grammars": grammars})
+
+
+def error_in(grammar: str) -> str | None:
+    """What is wrong with a grammar, whatever the tokenizer; None if nothing is."""
+    return waited_for(_on_large_stack(lambda: _error_in(grammar)))
+
+
+def waited_for(compiled: Future[T]) -> T:
+    """Raises RequestError if it takes too long."""
+    try:
+        return compiled.result(_SECONDS)
+    except TimeoutError as error:
+        what = f"The structure that was asked for takes more than {_SECONDS} seconds to compile."
+        raise RequestError(what, remedy="Simplify it: fewer patterns at a time for one string.") from error
+
+
+def check_size(value: Any, param: str) -> None:
+    """Raises RequestError for a schema, or a text, that is too large to compile."""
+    if isinstance(value, str):
+        found, most, of_what = len(value), MAX_TEXT, "characters"
+    else:
+        found, most, of_what = _num_nodes(value), MAX_NODES, "objects and lists"
+    if found > most:
+        raise RequestError(
+            f"`{param}` has {found} {of_what}.", param=param, remedy=f"Legal are at most {most}."
+        )
+
+
+def _num_nodes(value: Any) -> int:
+    count, todo = 0, [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict | list):
+            count += 1
+            todo += node.values() if isinstance(node, dict) else node
+    return count
+
+
+def _on_large_stack(function: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return future
+
+
+@lru_cache(maxsize=64)
+def _compile(vocabulary: Vocabulary, grammar: str) -> Future[LLMatcher]:
+    return _on_large_stack(lambda: LLMatcher(_ll_tokenizer(vocabulary), grammar, log_level=0))
+
+
+@lru_cache(maxsize=8)
+def _ll_tokenizer(vocabulary: Vocabulary) -> LLTokenizer:
+    """About half a second for 160,000 tokens."""
+    tokenizer = vocabulary.tokenizer
+    return LLTokenizer.from_tiktoken(  # type: ignore[attr-defined]
+        encoder={tokenizer.token_bytes(token_id): token_id for token_id in range(tokenizer.n_base)},
+        special_tokens=tokenizer.special,
+        pattern=PATTERN,
+        eos_token=list(vocabulary.eos_token_ids),
+        n_vocab=tokenizer.vocab_size,
+    )
+
+
+def _error_in(grammar: str) -> str | None:
+    failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
+    return messages[0] if failed else None
