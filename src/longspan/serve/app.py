@@ -22,6 +22,7 @@ from longspan.serve.json_text import JsonResponse
 from longspan.serve.page import add_page_routes
 from longspan.serve.prompts import chat_prompt
 from longspan.serve.protocol import DetokenizeRequest, TokenizeRequest
+from longspan.serve.responses import RESPONSES
 from longspan.serve.route import add_route, takes
 from longspan.serve.service import Service
 from longspan.serve.sight import Sight
@@ -56,7 +57,7 @@ def create_app(
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    for route in (CHATS, COMPLETIONS):
+    for route in (CHATS, COMPLETIONS, RESPONSES):
         add_route(app, service, route)
 
 
