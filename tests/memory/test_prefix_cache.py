@@ -196,7 +196,6 @@ class Caching(RuleBasedStateMachine):
         assert taken == sequence.pages[len(before[1]) // self.page_size : num_pages]
         self.kept[state.slot] = here
         self.states[here] = self.states.pop(before)
-        self.use(state)
         self.moved(sequence, checkpoint, taken)
 
     def num_standing(self, sequence: Running) -> int:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from support.collector import collecting
 from support.scripted import Reciter, Running, ScriptedModel, running_server
 
 from longspan.chat import Tokenizer
@@ -40,7 +40,7 @@ def spans(server: Running, exporter: InMemorySpanExporter) -> list[ReadableSpan]
     """All of them; the server has come to its end."""
     server.server.should_exit = True
     while server.service.engine.healthy:
-        pass
+        time.sleep(0.005)
     return list(exporter.get_finished_spans())
 
 
@@ -118,47 +118,21 @@ def test_refusals_and_failures_are_marked(traced: Running, exporter: InMemorySpa
     assert failed.status.status_code is StatusCode.ERROR
 
 
-class Collector(HTTPServer):
-    """Takes what is posted to it."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.got: list[tuple[str, ExportTraceServiceRequest]] = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            raise AssertionError("not asked for")
-        self.server.got.append((self.path, ExportTraceServiceRequest.FromString(body)))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces", "/elsewhere"])
 def test_a_collector_gets_all_spans_before_the_server_is_gone(tokenizer: Tokenizer, path: str) -> None:
-    with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever)
-        thread.start()
-        tracing = Tracing.to_endpoint("tiny", f"http://127.0.0.1:{collector.server_port}{path}")
-        model = ScriptedModel(tokenizer, Reciter(tokenizer))
+    model = ScriptedModel(tokenizer, Reciter(tokenizer))
+    with collecting() as collector:
+        tracing = Tracing.to_endpoint("tiny", collector.url + path)
         with running_server(model, tokenizer, tracing=tracing) as server:
             server.say("Fine.")
             server.post(TEXT, {"prompt": "x"})
             server.post(TEXT, {"prompt": "y"})
-        collector.shutdown()
-        thread.join()
     assert {where for where, _ in collector.got} == {path.rstrip("/") or "/v1/traces"}
     resources = [resource for _, request in collector.got for resource in request.resource_spans]
-    assert {
+    names = [
         a.value.string_value for r in resources for a in r.resource.attributes if a.key == "service.name"
-    } == {"longspan"}
+    ]
+    assert set(names) == {"longspan"}
     found = [span for resource in resources for scope in resource.scope_spans for span in scope.spans]
     assert [span.name for span in found] == ["text_completion tiny"] * 2
 
@@ -170,8 +144,6 @@ def test_what_is_no_http_address_is_refused(url: str) -> None:
 
 
 def test_missing_packages_are_told_with_the_command_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        __import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None
-    )
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(CapacityError, match=r"pip install 'longspan\[otel\]'"):
         Tracing.to_endpoint("tiny", "http://127.0.0.1:4318")

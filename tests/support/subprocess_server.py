@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,16 @@ class ServerProcess:
                 return
             time.sleep(0.05)
         raise AssertionError(f"still busy: {dict(zip(names, values, strict=True))}")
+
+    @property
+    def worker(self) -> int:
+        """Process id of the engine's process: the child of the server's."""
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it has ended meanwhile
+                state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+                if int(parent) == self.process.pid and state != "Z":
+                    return int(stat.parent.name)
+        raise AssertionError("there is none")
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Sends a signal and waits -> (exit code, what stood on stderr)."""

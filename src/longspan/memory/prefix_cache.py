@@ -112,7 +112,7 @@ class PrefixCache:
     """Owns the pages and slots of all checkpoints; `give_back(pages, slots)` returns those of evicted ones.
 
     Pins are counted. Who uses pages of the cache keeps a checkpoint at or below them pinned. A use is an
-    insert, a touch, an advance, or the end of the last pin.
+    insert, a touch, or the end of the last pin.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class PrefixCache:
         """Publishes the state in `slot` after the pages of `digests`, both from the root on.
 
         `parent` is the pinned checkpoint that the sequence stands on. Of pages that the cache has already
-        the caller keeps its own twins. It may now stand on the checkpoint returned,
-        new or not, for `parent` is above it.
+        the caller keeps its own twins. It may now stand on the checkpoint returned, new or not: `parent` is
+        above that.
         """
         self._check_path(parent, digests, pages)
         num_seen = self._num_seen(digests)
@@ -230,7 +230,6 @@ class PrefixCache:
         checkpoint.run_digests += digests[first:]
         checkpoint.num_tokens = len(digests) * self.page_size
         self._own(checkpoint)
-        self.touch(checkpoint)
         return taken
 
     def evict(self, want: Literal["page", "slot"]) -> bool:
@@ -333,12 +332,8 @@ class PrefixCache:
 
     def _replace(self, old: Node, new: Node) -> None:
         """`new` takes the place of `old` in the tree, and all that it has."""
-        new.parent, new.run, new.run_digests, new.children = (
-            old.parent,
-            old.run,
-            old.run_digests,
-            old.children,
-        )
+        new.parent, new.children = old.parent, old.children
+        new.run, new.run_digests = old.run, old.run_digests
         if new.parent:
             new.parent.children.remove(old)
             new.parent.children.add(new)

@@ -12,19 +12,17 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from longspan import __version__
-from longspan.errors import RequestError
-from longspan.serve.body import parse_body
 from longspan.serve.chat import CHATS
 from longspan.serve.completions import COMPLETIONS
 from longspan.serve.failures import failure, install_handlers
 from longspan.serve.gate import Gate
-from longspan.serve.json_text import JsonResponse
+from longspan.serve.messages import MESSAGES
 from longspan.serve.page import add_page_routes
-from longspan.serve.prompts import chat_prompt
-from longspan.serve.protocol import DetokenizeRequest, TokenizeRequest
-from longspan.serve.route import add_route, takes
+from longspan.serve.responses import RESPONSES
+from longspan.serve.route import add_route
 from longspan.serve.service import Service
 from longspan.serve.sight import Sight
+from longspan.serve.tokens import add_token_routes
 from longspan.serve.tracing import Tracing
 
 
@@ -49,59 +47,15 @@ def create_app(
     )
     app.add_middleware(Sight, metrics=service.metrics, tracing=tracing)  # the last is the outermost
     _add_generation_routes(app, service)
-    _add_token_routes(app, service)
+    add_token_routes(app, service)
     _add_state_routes(app, service, draining)
     add_page_routes(app)
     return app
 
 
 def _add_generation_routes(app: FastAPI, service: Service) -> None:
-    for route in (CHATS, COMPLETIONS):
+    for route in (CHATS, COMPLETIONS, RESPONSES, MESSAGES):
         add_route(app, service, route)
-
-
-def _add_token_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest))
-    async def tokenize(request: Request) -> Response:
-        return await asyncio.to_thread(_tokenized, service, await request.body())
-
-    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
-    async def detokenize(request: Request) -> Response:
-        return await asyncio.to_thread(_detokenized, service, await request.body())
-
-
-def _tokenized(service: Service, raw: bytes) -> Response:
-    body = parse_body(raw, TokenizeRequest)
-    service.model_name(body.model)
-    tokens = _tokens(service, body)
-    strings = [service.tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
-    return JsonResponse(
-        {
-            "count": len(tokens),
-            "max_model_len": service.engine.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-    )
-
-
-def _detokenized(service: Service, raw: bytes) -> Response:
-    body = parse_body(raw, DetokenizeRequest)
-    service.model_name(body.model)
-    longest = service.engine.max_model_len
-    if len(body.tokens) > longest:
-        # A token may stand for a hundred characters, so a small body could ask for a huge answer.
-        what = f"`tokens` has {len(body.tokens)} ids, and max_model_len is {longest}."
-        raise RequestError(what, param="tokens", remedy="Send them in several requests.")
-    return JsonResponse({"prompt": service.tokenizer.decode(body.tokens)})
-
-
-def _tokens(service: Service, body: TokenizeRequest) -> list[int]:
-    if body.messages is not None and body.prompt is None:
-        return chat_prompt(service.tokenizer, body.chat()).token_ids
-    if body.prompt is not None and body.messages is None:
-        return service.tokenizer.encode(body.prompt)
-    raise RequestError("Exactly one of `prompt` and `messages` is expected.", param="prompt")
 
 
 def _add_state_routes(app: FastAPI, service: Service, draining: Callable[[], bool]) -> None:

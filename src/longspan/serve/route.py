@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request, Response
 from longspan.serve.body import Body, parse_body
 from longspan.serve.delivery import EventStream, unless_disconnected
 from longspan.serve.json_text import JsonResponse
+from longspan.serve.openapi import body_schema
 from longspan.serve.service import Service
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -52,5 +53,5 @@ def add_route(app: FastAPI, service: Service, route: Generation) -> None:
 
 def takes(kind: type[Body]) -> dict[str, Any]:
     """The body of a route for /openapi.json: it is parsed by us, so FastAPI doesn't know it."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
+    content = {"application/json": {"schema": body_schema(kind)}}
     return {"requestBody": {"content": content, "required": True}}

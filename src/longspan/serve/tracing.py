@@ -7,6 +7,7 @@ batches by a thread of the SDK, so a slow collector keeps nobody waiting. Texts 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -51,6 +52,7 @@ class Tracing:
                 f"--otlp-traces-endpoint needs packages that are not installed: {error}.",
                 remedy="Install them: pip install 'longspan[otel]'.",
             ) from error
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # each retry is no news
         return cls(model, BatchSpanProcessor(OTLPSpanExporter(endpoint, timeout=_EXPORT_SECONDS)))
 
     def trace(self, record: Record, headers: Mapping[str, str]) -> str | None:

@@ -14,7 +14,7 @@ from longspan.bench.serving.datasets import Conversation, Turn
 from longspan.bench.serving.dialogue import COMPLETIONS, Dialect, Dialogue
 from longspan.bench.serving.metrics import summarise
 from longspan.bench.serving.reply import ExchangeError
-from longspan.bench.serving.run import Record, Watch, hold_all
+from longspan.bench.serving.run import ClientHealth, Record, Watch, hold_all
 
 Clock = Callable[[], float]
 FIRST, GAP, TOKENS = 1.0, 0.25, 5  # seconds to the first token, between tokens; of every answer
@@ -116,16 +116,17 @@ def test_each_record_is_told_when_it_ends() -> None:
 
 
 def test_a_loop_that_wakes_late_is_a_bottleneck_and_one_on_time_is_none() -> None:
-    async def watched(clock: Clock, held_up: float) -> tuple[float, bool]:
+    async def lag(clock: Clock, held_up: float) -> float:
         late = 0.0
         async with Watch(lambda: clock() + late) as watch:
             for _ in range(100):
                 late += held_up  # as if something else had run meanwhile
                 await asyncio.sleep(0.01)
-        health = watch.health()
-        return health.lag_p99, health.lag_p99 > 0.01
+        return watch.health().lag_p99
 
-    lag, late = run_at_virtual_time(lambda clock: watched(clock, 0.05))
-    assert late and 0.03 < lag < 0.2
-    lag, late = run_at_virtual_time(lambda clock: watched(clock, 0.0))
-    assert not late and lag < 1e-6
+    held_up = run_at_virtual_time(lambda clock: lag(clock, 0.05))
+    on_time = run_at_virtual_time(lambda clock: lag(clock, 0.0))
+    assert on_time < 1e-6 and 0.03 < held_up < 0.2
+    assert ClientHealth(held_up, held_up, cpu=0.1).bottleneck
+    assert not ClientHealth(on_time, on_time, cpu=0.1).bottleneck
+    assert ClientHealth(on_time, on_time, cpu=0.95).bottleneck, "it had no time to spare"

@@ -32,8 +32,9 @@ def plot(report: Report, file: Path) -> None:
                 fontsize=7,
             )
         axes.set(title=title, xlabel="output tokens/s", ylabel="ms")
+        axes.margins(x=0.12)
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
-        axes.legend()
+        axes.legend(loc="upper left")
     figure.suptitle(f"{report.model}: {report.workload}", fontsize=9)
     figure.savefig(file, dpi=150)

@@ -1,5 +1,5 @@
-// What the live view shows, card by card: {node, update(now, before, oldest)}. The snapshots are the last one, the
-// one before and the oldest of the last minute; `update` returns false when the server has nothing of the card.
+// What the live view shows, card by card: {node, update(now, before, oldest)}. The snapshots are the last,
+// the one before and the oldest of a minute; `update` is false when the server has nothing of the card.
 
 import { Lines, StackedBar } from "./charts.js";
 import { el } from "./dom.js";
@@ -32,7 +32,10 @@ function throughput() {
     const head = el("div", { class: "row" }, el("span", {}, name), most, value);
     return { name, metric, lines, value, most, node: el("div", {}, head, lines.node) };
   });
-  const node = card("Tokens per second", rows.map((row) => row.node));
+  const node = card(
+    "Tokens per second",
+    rows.map((row) => row.node),
+  );
   const update = (now, before) => {
     for (const { name, metric, lines, value, most } of rows) {
       const speed = rate(now, before, metric) ?? 0;
@@ -47,8 +50,8 @@ function throughput() {
 
 function requests() {
   const figures = new Figures([
-    ["Running", (now) => now.value("vllm:num_requests_running"), number],
-    ["Waiting", (now) => now.value("vllm:num_requests_waiting"), number],
+    ["Running", (now) => now.value("vllm:num_requests_running"), number, "page-running"],
+    ["Waiting", (now) => now.value("vllm:num_requests_waiting"), number, "state-running"],
     ["Swapped out", (now) => now.value("longspan:num_requests_swapped"), number],
     ["Preempted", (now) => now.value("vllm:num_preemptions_total"), number],
   ]);
@@ -139,7 +142,12 @@ function latency() {
       quantiles(now, recent ? oldest : null, metric, SHARES),
     ]);
     const row = ([name, values]) =>
-      el("tr", {}, el("th", { scope: "row" }, name), values.map((value) => el("td", {}, seconds(value))));
+      el(
+        "tr",
+        {},
+        el("th", { scope: "row" }, name),
+        values.map((value) => el("td", {}, seconds(value))),
+      );
     body.replaceChildren(...rows.filter(([, values]) => values).map(row));
     return body.childElementCount > 0;
   };
@@ -159,14 +167,19 @@ function steps() {
   return { node: card("Steps of the engine", figures.node), update: (...when) => figures.update(...when) };
 }
 
-/** Named numbers; those that the server does not have are left out. */
+/** Named numbers, with the class of their line if they have one. Those the server lacks are left out. */
 class Figures {
   constructor(figures) {
-    this.figures = figures.map(([name, read, format]) => {
+    this.figures = figures.map(([name, read, format, kind]) => {
       const value = el("dd");
-      return { read, format, value, node: el("div", {}, el("dt", {}, name), value) };
+      const title = el("dt", {}, kind ? el("i", { class: kind }) : [], name);
+      return { read, format, value, node: el("div", {}, title, value) };
     });
-    this.node = el("dl", { class: "figures" }, this.figures.map((figure) => figure.node));
+    this.node = el(
+      "dl",
+      { class: "figures" },
+      this.figures.map((figure) => figure.node),
+    );
   }
 
   update(...when) {

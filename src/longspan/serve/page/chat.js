@@ -1,4 +1,4 @@
-// The chat: sends the conversation, shows the answer as it comes, and lets it be stopped, edited and asked again.
+// The chat: sends the conversation, shows the answer as it comes; it can be stopped, edited and asked again.
 
 import { Answer } from "./answer.js";
 import { streamChat } from "./api.js";

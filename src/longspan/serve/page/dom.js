@@ -3,8 +3,8 @@
 export const $ = (id) => document.getElementById(id);
 
 /**
- * An element. Attributes: functions listen (`onclick`), true sets an empty one, false and null none. Children are
- * nodes, texts and lists of them.
+ * An element. Attributes: functions listen (`onclick`), true sets an empty one, false and null none. Children
+ * are nodes, texts and lists of them.
  */
 export function el(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);

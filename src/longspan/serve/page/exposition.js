@@ -59,7 +59,7 @@ export function grown(now, before, name) {
 }
 
 /**
- * Quantiles of what a histogram observed from `before` (null: from the start) to `now`; null if that is nothing.
+ * Quantiles of what a histogram observed from `before` (null: the start) to `now`; null if that is nothing.
  * Within a bucket they are interpolated; beyond the last bound they are that bound.
  */
 export function quantiles(now, before, name, shares) {

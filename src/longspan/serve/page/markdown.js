@@ -1,9 +1,9 @@
 // Markdown as models write it -> DOM. Every piece of text becomes a text node, so it can't be markup.
 //
 // Blocks: fenced code, headings, rules, quotes, lists, tables, paragraphs (their line breaks are kept).
-// Inline: code, strong, emphasis, strikethrough, links to http(s) and mailto. Anything else is shown as written.
-// A block ends only where a line begins another one: text may grow at its end without changing earlier blocks,
-// which is what `MarkdownView` relies on. Time is linear in the text for a bounded depth of nesting.
+// Inline: code, strong, emphasis, strikethrough, links to http(s) and mailto. All else is shown as written.
+// A block ends only where a line begins another one, so text may grow at its end without changing earlier
+// blocks: `MarkdownView` relies on it. Nesting has a limit, and time is linear in the text.
 
 import { copyButton, el } from "./dom.js";
 
@@ -96,10 +96,17 @@ function quote(lines, at, depth) {
   let end = at;
   while (end < lines.length && QUOTE.test(lines[end])) end++;
   const inner = lines.slice(at, end).map((line) => line.replace(QUOTE, ""));
-  return [el("blockquote", {}, parse(inner, depth + 1).map((block) => block.node)), end];
+  return [
+    el(
+      "blockquote",
+      {},
+      parse(inner, depth + 1).map((block) => block.node),
+    ),
+    end,
+  ];
 }
 
-/** Items of one kind. An item goes on with lines indented deeper than its marker, or unmarked ones after text. */
+/** Items of one kind. An item goes on with lines deeper than its marker, or with unmarked ones after text. */
 function list(lines, at, depth) {
   const [, indent, marker] = lines[at].match(ITEM);
   const ordered = /\d/.test(marker);
@@ -153,7 +160,11 @@ function table(lines, at) {
     cell.endsWith(":") ? (cell.startsWith(":") ? "center" : "right") : null,
   );
   const row = (line, tag) =>
-    el("tr", {}, sides.map((side, i) => el(tag, { class: side }, inline(cells(line)[i] ?? ""))));
+    el(
+      "tr",
+      {},
+      sides.map((side, i) => el(tag, { class: side }, inline(cells(line)[i] ?? ""))),
+    );
   let end = at + 2;
   while (end < lines.length && lines[end].includes("|")) end++;
   const body = lines.slice(at + 2, end).map((line) => row(line, "td"));

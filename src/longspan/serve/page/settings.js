@@ -1,4 +1,4 @@
-// The settings: a form of plain texts, and what it means in a request. An empty field leaves it to the server.
+// The settings: a form of plain texts, and what it means in a request. An empty field is not sent.
 
 import { apiKey, modelNames } from "./api.js";
 import { conversation, save } from "./conversation.js";

@@ -1,0 +1,45 @@
+"""Chromium before a server whose model recites what a test gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.browser import Visit, running_chromium, visited
+from support.scripted import ROOT, Reciter, Running, ScriptedModel, running_server
+
+from longspan.chat import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(ROOT / "models/k31-tiny")
+
+
+@pytest.fixture(scope="session")
+def shared_server(tokenizer: Tokenizer) -> Iterator[Running]:
+    with running_server(ScriptedModel(tokenizer, Reciter(tokenizer)), tokenizer) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Running) -> Iterator[Running]:
+    """The shared server; everything must be free again after the test."""
+    yield shared_server
+    shared_server.model.before_step = lambda: None
+    shared_server.wait_until_idle()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    with running_chromium() as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def visit(server: Running, browser: Any) -> Iterator[Visit]:
+    visit = visited(server, browser)
+    yield visit
+    visit.page.context.close()
+    visit.check()
