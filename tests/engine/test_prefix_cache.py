@@ -1,7 +1,7 @@
 """Law 1 with a prefix cache, the host pool and asynchronous steps: every answer is that of LONE.
 
-All free memory is NaN. Most tests use a fake model whose every answer depends on all that memory should hold, so
-that a state or a page of somebody else can't go unnoticed; the real one is at the end.
+All free memory is NaN. Most tests use a fake model whose every answer depends on all that memory should hold,
+so that a state or a page of somebody else can't go unnoticed; the real one is at the end.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def test_a_step_that_raises_publishes_nothing_and_loses_nothing(config: ModelCon
 
 
 class CachingMachine(RuleBasedStateMachine):
-    """Chats that grow, branch, are aborted and preempted, in any order: memory adds up, answers are LONE's."""
+    """Chats that grow, branch, are aborted and preempted: memory adds up, answers are those of LONE."""
 
     config: ModelConfig
     lone_answers: dict[tuple[int, ...], list[int]]

@@ -14,9 +14,9 @@ from support.tensor_meter import TensorMeter
 from longspan.config import ModelConfig, load_config
 from longspan.errors import CapacityError
 from longspan.memory.activations import activation_bytes
-from longspan.memory.layout import allocate_views
+from longspan.memory.memory import Memory
 from longspan.memory.plan import GIB, MemoryPlan, available_memory, left_in_container, plan_memory, show_bytes
-from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
+from longspan.memory.sizes import ALIGNMENT, bytes_per_sequence
 from longspan.model.loader import load_model
 from longspan.ops.batch import KdaView, QuantizedKeys
 
@@ -31,10 +31,16 @@ def plan(config: ModelConfig, **options: Any) -> MemoryPlan:
     return plan_memory(config, **(given | options))
 
 
+def slab_of(config: ModelConfig) -> tuple[int, int]:
+    """Bytes of a slab, and its tokens."""
+    made = plan(config)
+    return made.slab_bytes, made.pages_per_slab * made.page_size
+
+
 def test_what_is_asked_for_is_met_within_the_budget(config: ModelConfig) -> None:
     made = plan(config, max_num_seqs=10, max_model_len=1000, cache_gib=0.01)
-    assert (made.num_slots, made.max_model_len) == (10, 1000)
-    assert made.num_pages * made.page_size >= 1000
+    assert (made.max_num_seqs, made.max_model_len) == (10, 1000)
+    assert made.num_slabs >= 10 + 1000 / (made.pages_per_slab * made.page_size)
     assert made.cache_bytes <= 0.01 * GIB
 
 
@@ -44,55 +50,77 @@ def test_the_bytes_are_those_of_the_tensors(config: ModelConfig, index_key_dtype
     assert config.indexer
     config = replace(config, indexer=replace(config.indexer, head_dim=head_dim))
     options = {"page_size": 16, "element_bytes": 4, "index_key_dtype": index_key_dtype}
-    made = plan(config, max_num_seqs=3, max_model_len=256, **options)
-    views = allocate_views(config, made.num_pages, 16, made.num_slots, torch.float32, index_key_dtype)
-    tensors = []
-    for view in views:
+    made = plan(config, max_num_seqs=3, max_model_len=256, cache_gib=0.001, **options)
+    memory = Memory(
+        config,
+        num_slabs=made.num_slabs,
+        pages_per_slab=made.pages_per_slab,
+        page_size=16,
+        dtype=torch.float32,
+        index_key_dtype=index_key_dtype,
+    )
+    assert (made.cache_bytes, made.slab_bytes) == (memory.total_bytes, memory.slab_bytes)
+    page, slot = 0, 0
+    for view in memory.views:
         if isinstance(view, KdaView):
-            tensors += [view.state, view.conv]
+            slot += view.state[0].nbytes + view.conv[0].nbytes
         elif isinstance(view.index_key, QuantizedKeys):
-            tensors += [view.latent, view.index_key.codes, view.index_key.scale]
+            page += view.latent[0].nbytes + view.index_key.codes[0].nbytes + view.index_key.scale[0].nbytes
         else:
-            tensors += [view.latent, view.index_key]
-    assert made.cache_bytes == sum(t.nbytes for t in tensors if t is not None)
+            assert view.index_key is not None
+            page += view.latent[0].nbytes + view.index_key[0].nbytes
+    parts = 3 * config.num_layers * ALIGNMENT
+    assert page <= memory.page_stride <= page + parts
+    assert slot <= memory.slab_bytes <= slot + parts + memory.page_stride
 
 
 def test_int8_keys_of_a_model_without_an_indexer_are_refused(config: ModelConfig) -> None:
     with pytest.raises(CapacityError, match=r"'int8'.*no sparse indexer.*--index-key-dtype"):
         plan(replace(config, indexer=None), index_key_dtype="int8")
-    assert plan(replace(config, indexer=None)).page_bytes < plan(config, index_key_dtype="int8").page_bytes
+    tokens = [slab_of(replace(config, indexer=None))[1], slab_of(config)[1]]
+    assert tokens[0] > tokens[1]
 
 
 def test_more_sequences_than_states_fit_are_refused_with_the_largest_number(config: ModelConfig) -> None:
-    slot = bytes_per_sequence(config, 2).total
-    page = 64 * bytes_per_token(config, 2).total
-    gib = (10 * slot + 16 * page + slot // 2) / GIB
+    slab, tokens = slab_of(config)
+    gib = (10 + 4.5) * slab / GIB
     with pytest.raises(CapacityError, match="lower --max-num-seqs to 10") as caught:
-        plan(config, max_num_seqs=1000, max_model_len=1024, cache_gib=gib)
+        plan(config, max_num_seqs=1000, max_model_len=4 * tokens, cache_gib=gib)
     assert "--cache-gib" in str(caught.value)
-    assert plan(config, max_num_seqs=10, max_model_len=1024, cache_gib=gib).num_slots == 10
+    assert plan(config, max_num_seqs=10, max_model_len=4 * tokens, cache_gib=gib).max_num_seqs == 10
     with pytest.raises(CapacityError):
-        plan(config, max_num_seqs=11, max_model_len=1024, cache_gib=gib)
+        plan(config, max_num_seqs=11, max_model_len=4 * tokens, cache_gib=gib)
 
 
 def test_without_a_number_as_many_sequences_run_as_fit(config: ModelConfig) -> None:
-    slot, page = bytes_per_sequence(config, 2).total, 64 * bytes_per_token(config, 2).total
-    assert plan(config, max_model_len=1024, cache_gib=(10 * slot + 16 * page) / GIB).num_slots == 10
-    assert plan(config, max_model_len=1024, cache_gib=1).num_slots == 64
+    slab, tokens = slab_of(config)
+    assert plan(config, max_model_len=4 * tokens, cache_gib=(10 + 4.1) * slab / GIB).max_num_seqs == 10
+    assert plan(config, max_model_len=4 * tokens, cache_gib=1).max_num_seqs == 64
 
 
 def test_a_longer_sequence_than_fits_is_refused_with_the_longest(config: ModelConfig) -> None:
-    slot, page = bytes_per_sequence(config, 2).total, 64 * bytes_per_token(config, 2).total
-    gib = (2 * slot + 7 * page) / GIB
-    with pytest.raises(CapacityError, match="lower --max-model-len to 448"):
-        plan(config, max_num_seqs=2, max_model_len=449, cache_gib=gib)
-    assert plan(config, max_num_seqs=2, max_model_len=448, cache_gib=gib).num_pages == 7
+    slab, tokens = slab_of(config)
+    gib = (2 + 7.1) * slab / GIB
+    with pytest.raises(CapacityError, match=f"lower --max-model-len to {7 * tokens}"):
+        plan(config, max_num_seqs=2, max_model_len=7 * tokens + 1, cache_gib=gib)
+    assert plan(config, max_num_seqs=2, max_model_len=7 * tokens, cache_gib=gib).num_slabs == 9
 
 
 def test_without_a_length_sequences_may_be_as_long_as_fits(config: ModelConfig) -> None:
-    slot, page = bytes_per_sequence(config, 2).total, 64 * bytes_per_token(config, 2).total
-    assert plan(config, max_num_seqs=1, cache_gib=(slot + 7 * page) / GIB).max_model_len == 448
+    slab, tokens = slab_of(config)
+    assert plan(config, max_num_seqs=1, cache_gib=(1 + 7.1) * slab / GIB).max_model_len == 7 * tokens
     assert plan(config, cache_gib=4).max_model_len == config.max_position
+
+
+def test_preempted_sequences_have_a_pool_of_a_quarter_of_the_cache_or_as_asked_for(
+    config: ModelConfig,
+) -> None:
+    made = plan(config, cache_gib=1)
+    assert made.swap_bytes == made.cache_bytes // 4
+    assert plan(config, cache_gib=1, swap_gib=0.5).swap_bytes == GIB // 2
+    assert plan(config, cache_gib=1, swap_gib=0).swap_bytes == 0
+    with pytest.raises(CapacityError, match=r"host pool of 10\.0 GiB"):
+        plan(config, cache_gib=1, swap_gib=10)
 
 
 def test_a_longer_sequence_than_the_model_allows_is_refused(config: ModelConfig) -> None:
@@ -103,11 +131,6 @@ def test_a_longer_sequence_than_the_model_allows_is_refused(config: ModelConfig)
 def test_a_budget_for_nothing_is_refused_with_one_that_is_enough(config: ModelConfig) -> None:
     with pytest.raises(CapacityError, match=r"give --cache-gib 0\.0"):
         plan(config, cache_gib=1e-6)
-
-
-def test_no_more_pages_than_all_sequences_can_use(config: ModelConfig) -> None:
-    made = plan(config, max_num_seqs=2, max_model_len=100, cache_gib=4)
-    assert made.num_pages == 2 * 2
 
 
 def test_a_small_model_leaves_most_of_the_machine_alone(config: ModelConfig) -> None:
@@ -181,7 +204,7 @@ def test_the_plan_can_be_read(config: ModelConfig) -> None:
     made = plan(config, max_num_seqs=4, max_model_len=1000, cache_gib=0.01, weight_bytes=3 * GIB)
     lines = {what: (size, remark) for what, size, remark in made.lines()}
     assert lines["weights"][0] == "3.0 GiB"
-    assert lines["KDA states"][1] == "4 sequences at once"
+    assert "each a KDA state or" in lines["cache"][1] and "4 running sequences" in lines["cache"][1]
     assert lines["total, at most"] == (show_bytes(made.total_bytes), "sequences of up to 1000 tokens")
 
 
@@ -205,7 +228,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for name, value in names.items():
             monkeypatch.setattr(f"longspan.ops.{module}.{name}", value)
-            monkeypatch.setattr(f"longspan.memory.activations.{name}", value)
 
 
 @pytest.mark.usefixtures("small_blocks")

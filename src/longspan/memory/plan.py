@@ -177,7 +177,8 @@ def _too_large(
     swap = f", the host pool of {show_bytes(plan.swap_bytes)}" if plan.swap_bytes else ""
     return CapacityError(
         f"The cache of {show_bytes(plan.cache_bytes)}{swap} and a step of "
-        f"{show_bytes(plan.activation_bytes)} don't fit: {show_bytes(available)} are free, of which they may take {show_bytes(room)} "
+        f"{show_bytes(plan.activation_bytes)} don't fit: {show_bytes(available)} are free, "
+        f"of which they may take {show_bytes(room)} "
         f"beside the weights of {show_bytes(plan.weight_bytes)}.",
         remedy=f"Free some memory, or {', or '.join(remedies)}.",
     )
@@ -199,8 +200,8 @@ def _too_small(
         remedies.append(f"lower --max-model-len to {(fitting - states) * slab.num_tokens}")
     return CapacityError(
         f"The cache of {show_bytes(budget)} can't hold {states} KDA state{'s' * (states > 1)} and one "
-        f"sequence of {length} tokens, in slabs of {show_bytes(slab.num_bytes)}, each a state or {slab.num_tokens} "
-        f"tokens: that takes {show_bytes(needed)}.",
+        f"sequence of {length} tokens, in slabs of {show_bytes(slab.num_bytes)}, each a state or "
+        f"{slab.num_tokens} tokens: that takes {show_bytes(needed)}.",
         remedy=f"To mend it, {', or '.join(remedies or ['free some memory'])}.",
     )
 
