@@ -8,12 +8,13 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.serving import small_plan
+
 from longspan.config import load_config
 from longspan.engine.output import End, Started, TokenOutput
 from longspan.engine.request import Request
 from longspan.engine.stats import EngineStats
 from longspan.errors import CapacityError, RequestError
-from longspan.memory.plan import MemoryPlan
 
 CONFIG = Path(__file__).parents[1] / "data/k31-text"
 
@@ -31,7 +32,7 @@ class CountingCore:
 
     def __post_init__(self) -> None:
         self.config = load_config(CONFIG)
-        self.plan = MemoryPlan(16, 64, 4, 1024)
+        self.plan = small_plan(64, 16, 4)
 
     @property
     def has_work(self) -> bool:
