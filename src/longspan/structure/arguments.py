@@ -19,7 +19,7 @@ from longspan.chat import Segment, xtml
 from longspan.chat.tool_choice import Function
 from longspan.errors import RequestError
 from longspan.structure.lark import Rules
-from longspan.structure.schema import check_schema, definitions, with_blanks
+from longspan.structure.schema import check_schema, with_blanks
 from longspan.structure.values import Definitions, NotRaw, types_of, values
 
 MAX_ANY_ORDER = 64  # bits of the parameter of a rule
@@ -35,11 +35,12 @@ def arguments(rules: Rules, function: Function) -> str:
     if schema is None:
         return '""'
     check_schema(schema, where)
-    schema = {} if schema is True else schema
     try:
         if "object" not in types_of(schema, Definitions(schema)):
             what = f"`{where}` allows no object, and arguments are one."
             raise RequestError(what, param=where, remedy='Send {"type": "object", "properties": {...}}.')
+        schema = ({} if schema is True else schema) | {"type": "object"}
+        check_schema(schema, where)  # once more: nothing but an object can satisfy it now
         return _tags(rules, schema)
     except NotRaw:
         return _block(rules, schema)
@@ -52,8 +53,6 @@ def any_arguments(rules: Rules) -> str:
 
 def _block(rules: Rules, schema: dict[str, Any]) -> str:
     """All arguments as one JSON object."""
-    if schema.get("type") != "object":
-        schema = definitions(schema) | {"allOf": [schema, {"type": "object"}]}
     tag = rules.tokens(xtml.open_tag("json", [("type", "object")]))
     return rules.rule(f"{tag} %json {json.dumps(with_blanks(schema))} {rules.tokens(xtml.close_tag('json'))}")
 
@@ -69,6 +68,8 @@ def _tags(rules: Rules, schema: dict[str, Any]) -> str:
         name: _argument(rules, [xtml.Segment(xtml.escape(name))], part, defs)
         for name, part in declared.items()
     }
+    if not all(given[name] for name in required):
+        raise NotRaw
     given = {name: rule for name, rule in given.items() if rule}
     extra = _undeclared(rules, schema.get("additionalProperties", "properties" not in schema), declared, defs)
     if len(given) > MAX_ANY_ORDER:
@@ -109,7 +110,7 @@ def _undeclared(rules: Rules, schema: Any, declared: dict[str, Any], defs: Defin
     """An argument of any key but those `declared`."""
     if schema is False:
         return None
-    key = '/([^"&]|&amp;|&quot;)+/'
+    key = '/([^"&]|&amp;|&quot;)*/'
     if declared:
-        key += " & ~(" + " | ".join(json.dumps(xtml.escape(name)) for name in declared if name) + ")"
+        key += " & ~(" + " | ".join(json.dumps(xtml.escape(name)) for name in declared) + ")"
     return _argument(rules, rules.terminal(key), schema, defs)

@@ -57,8 +57,8 @@ def _blame(schema: Any, param: str, defs: dict[str, Any], problem: str) -> tuple
     return param, problem
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in schema.items():
+def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
+    for key, value in schema.items() if isinstance(schema, dict) else ():
         if key in _MAPS and isinstance(value, dict):
             yield from ((f"{key}.{name}", part) for name, part in value.items())
         elif key in _LISTS and isinstance(value, list):
