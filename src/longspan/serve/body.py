@@ -20,7 +20,7 @@ from longspan.errors import RequestError
 from longspan.serve.json_text import read_json
 
 _MAX_NAME = 256  # characters that a client gives to an id or a salt
-_MAX_PRIORITY = 2**31 - 1
+MAX_PRIORITY = 2**31 - 1
 _MAX_TIMEOUT = 10**9  # seconds
 _SHOWN = 80  # characters of a field's name
 _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -114,7 +114,7 @@ class CallBody(Body):
     model: str | None = None
     stream: bool = False
     request_id: Name | None = None
-    priority: int = Field(default=0, ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)
+    priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     timeout: float | None = Field(default=None, gt=0, le=_MAX_TIMEOUT)
     cache_salt: Name = ""
     temperature: float | None = None

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longspan import logs
 from longspan.engine.options import EngineOptions, add_engine_arguments
@@ -43,6 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         default=os.environ.get(KEY_VARIABLE) or None,
         help="demanded of every request but /health, /metrics and /version (default: $LONGSPAN_API_KEY)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        default=[],
+        help="web pages of these origins may use the API, such as https://chat.example or * for all; "
+        "also as one JSON list (default: none)",
     )
     group.add_argument(
         "--max-queue",
@@ -170,6 +178,8 @@ def _serve(
         api_key=args.api_key and args.api_key.strip(),
         max_queue=args.max_queue,
         max_body_bytes=int(args.max_body_mib * 2**20),
+        allowed_origins=_origins(args.allowed_origins),
+        model_path=str(args.model.resolve()),
     )
     service = Service(engine, options)
     app = create_app(service, draining=lambda: server.should_exit, tracing=tracing)
@@ -184,6 +194,20 @@ def _serve(
     )
     server.serve_on(listener)
     return 1 if engine.dead else 0
+
+
+def _origins(given: list[str]) -> tuple[str, ...]:
+    """Of --allowed-origins, which vLLM takes as a JSON list. Raises CapacityError."""
+    origins: Any = given
+    if len(given) == 1 and given[0].startswith("["):
+        try:
+            origins = json.loads(given[0])
+        except ValueError:
+            origins = None
+        if not isinstance(origins, list) or not all(isinstance(origin, str) for origin in origins):
+            remedy = 'Give origins one after the other, or as a list such as ["https://chat.example"].'
+            raise CapacityError(f"--allowed-origins is {given[0]!r}.", remedy=remedy)
+    return tuple(origins)
 
 
 def _reachable(host: str) -> str:

@@ -8,15 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.engine.output import Finish, StepOutput, TokenLogprobs
-from longspan.engine.readers import TextReader
-from longspan.engine.request import Request, SamplingParams
+from longspan.engine.request import Request
 from longspan.errors import RequestError
 from longspan.serve.delivery import EventStream
 from longspan.serve.logprobs import completion_logprobs, prompt_logprobs
 from longspan.serve.protocol import CompletionRequest
 from longspan.serve.route import Generation
 from longspan.serve.service import Service, engine_id
-from longspan.serve.structure import structure_of_text
+from longspan.serve.text_request import text_request, to_token_ids
 from longspan.serve.usage import Usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -66,29 +65,23 @@ def prepare_completion(service: Service, body: CompletionRequest, request_id: st
     call_id = body.request_id or f"cmpl-{request_id}"
     texts_or_ids = _prompts(body)
     service.check_choices(len(texts_or_ids) * body.n)
-    prompts = [_token_ids(service, prompt) for prompt in texts_or_ids]
-    requests = [_request(service, body, call_id, token_ids, sampling) for token_ids in prompts]
+    prompts = [to_token_ids(service, prompt) for prompt in texts_or_ids]
+    requests = [
+        text_request(
+            service,
+            engine_id(call_id),
+            token_ids,
+            sampling,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            response_format=body.response_format,
+            **body.scheduling(),
+        )
+        for token_ids in prompts
+    ]
     service.check(requests)
     echoes = [service.tokenizer.decode(token_ids) if body.echo else "" for token_ids in prompts]
     first_choices = {request.id: i * body.n for i, request in enumerate(requests)}
     return CompletionCall(body, call_id, requests, first_choices, echoes, int(time.time()), model)
-
-
-def _request(
-    service: Service, body: CompletionRequest, call_id: str, token_ids: list[int], sampling: dict[str, Any]
-) -> Request:
-    room = service.engine.max_model_len - len(token_ids)
-    # What nobody asked for can't be too much.
-    given: dict[str, Any] = {"max_tokens": max(1, min(DEFAULT_MAX_TOKENS, room))} | sampling
-    params = SamplingParams(**given)
-    return Request(
-        id=engine_id(call_id),
-        prompt_token_ids=token_ids,
-        params=params,
-        make_reader=lambda: TextReader(service.tokenizer, params),
-        structure=structure_of_text(service.vocabulary, params, body.response_format),
-        **body.scheduling(),
-    )
 
 
 def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
@@ -99,13 +92,6 @@ def _prompts(body: CompletionRequest) -> list[str] | list[list[int]]:
             "`prompt` is empty.", param="prompt", remedy="Send a text, token ids or a list of either."
         )
     return [body.prompt] if isinstance(body.prompt[0], int) else body.prompt  # type: ignore[return-value]
-
-
-def _token_ids(service: Service, prompt: str | list[int]) -> list[int]:
-    if not isinstance(prompt, str):
-        return prompt
-    service.check_text(len(prompt))
-    return service.tokenizer.encode(prompt)
 
 
 async def _outputs(call: CompletionCall, steps: AsyncIterator[StepOutput]) -> AsyncIterator[StepOutput]:

@@ -7,6 +7,7 @@ OpenAI's is {"error": {"message", "type", "param", "code"}}; Anthropic's, under 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,10 @@ class ClientGoneError(Exception):
     """The client closed its connection; nobody is left to answer."""
 
 
+class AbortedError(LongspanError):
+    """The request was ended by /abort_request (HTTP 499)."""
+
+
 class QueueFullError(OverloadedError):
     """As many requests wait as the operator allows (HTTP 429); trying again later helps."""
 
@@ -66,6 +71,8 @@ def status_of(error: Exception) -> int:
         return 503
     if isinstance(error, DeadlineError):
         return 504
+    if isinstance(error, AbortedError):
+        return 499
     return 500
 
 
@@ -137,9 +144,10 @@ def in_words_of(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except RequestError as error:
         for ours, theirs in names.items():
-            if error.param == ours or (error.param or "").startswith((f"{ours}.", f"{ours}[")):
+            word = re.compile(rf"(?<![\w.]){re.escape(ours)}(?!\w)")
+            if word.match(error.param or ""):
                 said, param, remedy = (
-                    (text or "").replace(ours, theirs) for text in (error.message, error.param, error.remedy)
+                    word.sub(theirs, text or "") for text in (error.message, error.param, error.remedy)
                 )
                 raise RequestError(said, param=param, remedy=remedy) from error
         raise

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two OpenAI routes."""
+"""Log-probabilities in the shapes of chats and completions, and what all shapes need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def chat_logprobs(tokenizer: Tokenizer, steps: Iterable[TokenLogprobs], top: int
     for candidates in steps:
         chosen = next(iter(candidates))
         entry = _chat_token(tokenizer, chosen, candidates)
-        entry["top_logprobs"] = [_chat_token(tokenizer, token, candidates) for token in _top(candidates, top)]
+        entry["top_logprobs"] = [
+            _chat_token(tokenizer, token, candidates) for token in top_tokens(candidates, top)
+        ]
         entries.append(entry)
     return entries
 
@@ -26,7 +28,7 @@ def _chat_token(tokenizer: Tokenizer, token: int, candidates: TokenLogprobs) -> 
     raw = tokenizer.token_bytes(token)
     return {
         "token": raw.decode("utf-8", errors="replace"),
-        "logprob": _finite(candidates[token].logprob),
+        "logprob": finite(candidates[token].logprob),
         "bytes": list(raw),
     }
 
@@ -46,7 +48,7 @@ def completion_logprobs(
         "text_offset": [],
     }
     for token, candidates in zip(token_ids, steps, strict=True):
-        text = _text(tokenizer, token)
+        text = token_text(tokenizer, token)
         columns["tokens"].append(text)
         columns["text_offset"].append(offset)
         offset += len(text)
@@ -54,8 +56,10 @@ def completion_logprobs(
             columns["token_logprobs"].append(None)
             columns["top_logprobs"].append(None)
         else:
-            columns["token_logprobs"].append(_finite(candidates[token].logprob))
-            best = {_text(tokenizer, t): _finite(candidates[t].logprob) for t in _top(candidates, top)}
+            columns["token_logprobs"].append(finite(candidates[token].logprob))
+            best = {
+                token_text(tokenizer, t): finite(candidates[t].logprob) for t in top_tokens(candidates, top)
+            }
             columns["top_logprobs"].append(best)
     return columns
 
@@ -69,9 +73,9 @@ def prompt_logprobs(
         if candidates is None
         else {
             str(token): {
-                "logprob": _finite(c.logprob),
+                "logprob": finite(c.logprob),
                 "rank": c.rank,
-                "decoded_token": _text(tokenizer, token),
+                "decoded_token": token_text(tokenizer, token),
             }
             for token, c in candidates.items()
         }
@@ -79,14 +83,16 @@ def prompt_logprobs(
     ]
 
 
-def _top(candidates: TokenLogprobs, count: int) -> list[int]:
+def top_tokens(candidates: TokenLogprobs, count: int) -> list[int]:
+    """The `count` likeliest, the likeliest first."""
     ranked = sorted(candidates, key=lambda token: candidates[token].rank)
     return [token for token in ranked if candidates[token].rank <= count][:count]
 
 
-def _text(tokenizer: Tokenizer, token: int) -> str:
+def token_text(tokenizer: Tokenizer, token: int) -> str:
     return tokenizer.token_bytes(token).decode("utf-8", errors="replace")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """As JSON can say it."""
     return max(logprob, _LOWEST)

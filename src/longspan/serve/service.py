@@ -10,13 +10,17 @@ from dataclasses import dataclass
 
 from longspan.engine.async_engine import AsyncEngine
 from longspan.engine.output import StepOutput
-from longspan.engine.request import Request
-from longspan.errors import CheckpointError, OverloadedError, RequestError
+from longspan.engine.readers import TokenReader
+from longspan.engine.request import Request, SamplingParams
+from longspan.errors import CheckpointError, DeadlineError, OverloadedError, RequestError
 from longspan.memory.plan import MemoryPlan
-from longspan.serve.failures import QueueFullError, UnknownModelError
+from longspan.serve.body import MAX_PRIORITY
+from longspan.serve.failures import AbortedError, QueueFullError, UnknownModelError
 from longspan.serve.metrics import Meter, Metrics
 from longspan.serve.record import remember
 from longspan.structure import Vocabulary
+
+PROBE_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,13 @@ class ServeOptions:
     api_key: str | None = None
     max_queue: int = 256  # choices that may wait beyond those that can run
     max_body_bytes: int = 16 * 2**20
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use the API; "*": of all
+    model_path: str | None = None  # of the checkpoint, for SGLang's tools
 
 
 def engine_id(name: str) -> str:
     """An id for the engine, which takes each but once: clients may give one name to several requests."""
-    return f"{name}-{secrets.token_hex(4)}"
+    return f"{name}-{secrets.token_hex(8)}"
 
 
 class Service:
@@ -52,6 +58,8 @@ class Service:
         self.metrics = Metrics(model, lambda: engine.stats, _cache_config(engine.plan))
         self._capacity = engine.plan.max_num_seqs + options.max_queue  # choices that run or wait
         self._admitted = 0
+        self._running: set[str] = set()  # ids of the admitted requests
+        self._aborted: set[str] = set()  # those of them that `abort` ended
         tokens = map(self.tokenizer.token_bytes, range(self.tokenizer.vocab_size))
         self._max_bytes = engine.max_model_len * max(map(len, tokens))
 
@@ -94,11 +102,14 @@ class Service:
             )
 
     @asynccontextmanager
-    async def run(self, requests: list[Request]) -> AsyncIterator[AsyncIterator[StepOutput]]:
+    async def run(
+        self, requests: list[Request], *, tells_aborts: bool = False
+    ) -> AsyncIterator[AsyncIterator[StepOutput]]:
         """Admits the requests and runs them together; gives their outputs as they come.
 
-        Leaving the block, for whatever reason, ends what still runs. Raises QueueFullError at once, and while
-        iterating the error of a choice that failed, or OverloadedError if the engine gave it up.
+        Leaving the block, for whatever reason, ends what still runs. Raises QueueFullError at once. Iterating
+        raises the error of a choice that failed, OverloadedError if the engine gave it up, and AbortedError
+        if `abort` ended it, unless `tells_aborts`: that is an output like any other then.
         """
         if refusal := self.engine.refusal:
             raise refusal
@@ -109,27 +120,60 @@ class Service:
                 remedy="Try again later, or raise --max-queue.",
             )
         self._admitted += wanted
+        self._running |= {request.id for request in requests}
         meters = {request.id: self.metrics.meter(request) for request in requests}
         remember(meters.values())
         error = None
         try:
             async with aclosing(_merge([self.engine.generate(request) for request in requests])) as outputs:
-                yield _metered(meters, outputs)
+                yield self._watched(meters, outputs, tells_aborts)
         except Exception as caught:
             error = caught
             raise
         finally:
             self._admitted -= wanted
+            for ids in (self._running, self._aborted):
+                ids.difference_update(request.id for request in requests)
             for meter in meters.values():
                 meter.close(error)
 
+    async def _watched(
+        self, meters: dict[str, Meter], outputs: AsyncIterator[StepOutput], tells_aborts: bool
+    ) -> AsyncIterator[StepOutput]:
+        async for step in outputs:
+            meters[step.request_id].observe(step)
+            if step.finish and step.finish.reason == "abort":
+                if step.request_id not in self._aborted:
+                    raise OverloadedError("The server is shutting down, so it gave up on this request.")
+                if not tells_aborts:
+                    raise AbortedError("The request was ended by /abort_request.")
+            yield step
 
-async def _metered(meters: dict[str, Meter], outputs: AsyncIterator[StepOutput]) -> AsyncIterator[StepOutput]:
-    async for step in outputs:
-        meters[step.request_id].observe(step)
-        if step.finish and step.finish.reason == "abort":
-            raise OverloadedError("The server is shutting down, so it gave up on this request.")
-        yield step
+    def abort(self, name: str | None) -> int:
+        """Ends the requests of this name (see `engine_id`), or all of them; returns how many."""
+        wanted = {it for it in self._running if name is None or it.rpartition("-")[0] == name} - self._aborted
+        self._aborted |= wanted
+        for request_id in wanted:
+            self.engine.abort(request_id)
+        return len(wanted)
+
+    async def probe(self) -> None:
+        """Returns when the engine has generated a token, of one more request before all others or of any.
+
+        Raises what ended that request; DeadlineError if nothing came in time.
+        """
+        before = self.engine.stats.generation_tokens
+        params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+        request = Request(engine_id("probe"), [0], params, TokenReader, priority=-MAX_PRIORITY)
+        try:
+            async with asyncio.timeout(PROBE_SECONDS), aclosing(self.engine.generate(request)) as outputs:
+                async for _ in outputs:
+                    pass
+        except TimeoutError:
+            if self.engine.stats.generation_tokens == before:
+                raise DeadlineError(
+                    f"The engine has generated nothing for {PROBE_SECONDS} seconds."
+                ) from None
 
 
 def _cache_config(plan: MemoryPlan) -> dict[str, str]:
