@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from longspan.engine.llm import LLM as LLM
     from longspan.engine.request import SamplingParams as SamplingParams
     from longspan.model.loader import load_model as load_model
+    from longspan.structure import StructuredOutputs as StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "chat", "load_model"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "chat", "load_model"]
 
 _HOMES = {
     "LLM": "longspan.engine.llm",
     "SamplingParams": "longspan.engine.request",
+    "StructuredOutputs": "longspan.structure",
     "load_model": "longspan.model.loader",
 }
 

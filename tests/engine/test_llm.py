@@ -8,7 +8,7 @@ import pytest
 from support.random_checkpoint import write_checkpoint
 from support.tokens import SPECIAL, write_byte_tokenizer
 
-from longspan import LLM, SamplingParams
+from longspan import LLM, SamplingParams, StructuredOutputs
 from longspan.errors import CapacityError, CheckpointError, RequestError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -196,6 +196,57 @@ def test_a_named_function_is_the_one_that_is_called(llm: LLM) -> None:
     named = {"type": "function", "function": {"name": "list_all"}}
     (output,) = llm.chat(QUESTION, params, tools=TOOLS, tool_choice=named, thinking=False)
     assert output.outputs[0].tool_calls[0].name == "list_all"
+
+
+def test_arguments_of_a_forced_call_satisfy_the_schema(llm: LLM) -> None:
+    schema = {"properties": {"n": {"enum": [1, 22]}, "why": {"enum": ["a", "b"]}}, "required": ["n", "why"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=400, n=3, logit_bias=EAGER_TO_CLOSE)
+    (output,) = llm.chat(QUESTION, params, tools=tools, tool_choice="required")
+    for choice in output.outputs:
+        arguments = json.loads(choice.tool_calls[0].arguments)
+        assert arguments["n"] in (1, 22) and arguments["why"] in ("a", "b")
+
+
+def test_a_response_format_shapes_the_answer_and_is_told_to_the_model(llm: LLM) -> None:
+    schema = {"enum": [{"a": 1}, ["b"]]}
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=200, n=2, logit_bias=EAGER_TO_CLOSE)
+    shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    (output,) = llm.chat(QUESTION, params, response_format=shape)
+    assert all(json.loads(choice.text) in schema["enum"] for choice in output.outputs)
+    assert "`response_format=json_schema`" in llm.tokenizer.decode(output.prompt_token_ids)
+
+
+def test_structured_outputs_shape_texts_and_answers(llm: LLM) -> None:
+    asked = [
+        StructuredOutputs(regex="[ab]{3}"),
+        StructuredOutputs(choice=["yes", "no"]),
+        {"json": {"const": 7}},
+    ]
+    every = [
+        SamplingParams(max_tokens=90, structured_outputs=one, logit_bias=EAGER_TO_CLOSE) for one in asked
+    ]
+    texts = [output.outputs[0].text for output in llm.generate(["x"] * 3, every)]
+    answers = [output.outputs[0].text for output in llm.chat([QUESTION] * 3, every, thinking=False)]
+    for first, second, third in (texts, answers):
+        assert set(first) <= set("ab") and len(first) == 3
+        assert second in ("yes", "no") and third == "7"
+
+
+def test_what_cannot_be_enforced_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="can't be enforced") as error:
+        llm.generate("x", SamplingParams(structured_outputs={"json": {"properties": {"a": {"not": {}}}}}))
+    assert error.value.param == "structured_outputs.json.properties.a"
+    with pytest.raises(RequestError, match="both given"):
+        params = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
+        llm.chat(QUESTION, params, response_format={"type": "json_object"})
+    with pytest.raises(RequestError, match="StructuredOutputs"):
+        SamplingParams(structured_outputs="json")
+
+
+def test_structured_outputs_need_a_tokenizer(bare: LLM) -> None:
+    with pytest.raises(RequestError, match="tokenizer"):
+        bare.generate([[1, 2]], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
 
 
 def test_options_that_cannot_be_met_are_refused_before_weights_are_read(

@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.ops.sampling import TokenCounts, apply_penalties, choose, filter_logits, sample, uniform
+from longspan.ops.sampling import (
+    TokenCounts,
+    apply_masks,
+    apply_penalties,
+    choose,
+    filter_logits,
+    sample,
+    uniform,
+)
 
 
 def slow_filter(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> set[int]:
@@ -153,6 +161,23 @@ def test_uniform_numbers_are_reproducible_and_differ_by_seed_and_step(seed: int)
 def test_empty_batches_choose_nothing() -> None:
     assert choose(torch.empty(0, 5), torch.empty(0, dtype=torch.float64)).shape == (0,)
     assert filter_logits(torch.empty(0, 5), *neutral(0)).shape == (0, 5)
+
+
+@given(st.data())
+def test_masks_take_away_the_tokens_without_a_bit_and_touch_no_other_row(data: st.DataObject) -> None:
+    vocab, rows = data.draw(st.sampled_from([1, 31, 32, 33, 64, 70])), data.draw(st.integers(1, 4))
+    masked = data.draw(st.lists(st.integers(0, rows - 1), unique=True, min_size=1, max_size=rows))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    logits = torch.randn(rows, vocab)
+    masks = torch.randint(-(2**31), 2**31, (len(masked), (vocab + 31) // 32), dtype=torch.int64).int()
+    got = logits.clone()
+    apply_masks(got, torch.tensor(masked), masks)
+    expected = logits.clone()
+    for mask, row in zip(masks.tolist(), masked, strict=True):
+        for token in range(vocab):
+            if not mask[token // 32] >> token % 32 & 1:
+                expected[row, token] = -torch.inf
+    assert torch.equal(got, expected)
 
 
 @given(st.data())

@@ -76,9 +76,10 @@ class SamplingParams:
         self._normalise_stops()
         self._normalise_bias()
         if isinstance(self.structured_outputs, dict):
-            object.__setattr__(
-                self, "structured_outputs", StructuredOutputs.from_dict(self.structured_outputs)
-            )
+            outputs = StructuredOutputs.from_dict(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", outputs)
+        elif not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise _illegal("structured_outputs", self.structured_outputs, "a StructuredOutputs or a dict")
 
     def validate(self, vocab_size: int) -> None:
         """Raises RequestError for token ids and counts that only make sense with a larger vocabulary."""
