@@ -107,7 +107,7 @@ async def _chunks(service: Service, call: CompletionCall) -> AsyncGenerator[dict
     """Chunks of text, each choice's end, then the usage if asked for."""
     body, options = call.body, call.body.stream_options
     usage = call.usage()
-    offsets = [len(echo) for echo in call.echoes for _ in range(body.n)]
+    offsets = [len(echo) for echo in call.echoes for _ in range(body.n)]  # of the next token
 
     def chunk(choice: dict[str, Any]) -> dict[str, Any]:
         chunk = call.head() | {"choices": [choice]}
@@ -125,9 +125,9 @@ async def _chunks(service: Service, call: CompletionCall) -> AsyncGenerator[dict
             if step.logprobs:
                 args = step.token_ids, step.logprobs, body.logprobs or 0, offsets[index]
                 logprobs = completion_logprobs(service.tokenizer, *args)
+                offsets[index] += sum(map(len, logprobs["tokens"]))
             if text or logprobs or step.finish:
                 yield chunk(_choice(index, text, logprobs, step.finish))
-            offsets[index] += len(text)
     if options and options.include_usage:
         yield call.head() | {"choices": [], "usage": usage.as_json()}
 
