@@ -51,7 +51,7 @@ def any_arguments(rules: Rules) -> str:
     return _tags(rules, {})
 
 
-def _block(rules: Rules, schema: dict[str, Any]) -> str:
+def _block(rules: Rules, schema: Any) -> str:
     """All arguments as one JSON object."""
     tag = rules.tokens(xtml.open_tag("json", [("type", "object")]))
     return rules.rule(f"{tag} %json {json.dumps(with_blanks(schema))} {rules.tokens(xtml.close_tag('json'))}")
