@@ -35,7 +35,10 @@ COMMANDS = {
   LONGSPAN_API_KEY=secret longspan serve models/k31-tiny --host 0.0.0.0 --max-queue 64
 
 endpoints:
-  /v1/chat/completions  /v1/completions  /v1/models  /tokenize  /detokenize  /health  /metrics  /version""",
+  /v1/chat/completions  /v1/completions  /v1/responses  /v1/models  /tokenize  /detokenize  (OpenAI, vLLM)
+  /v1/messages  /v1/messages/count_tokens  (Anthropic)
+  /generate  /health_generate  /model_info  /server_info  /flush_cache  /abort_request  (SGLang)
+  /  /health  /ping  /load  /metrics  /version  /docs""",
     ),
     "generate": Command(
         "Answer one question or continue one text on the terminal.",

@@ -172,8 +172,8 @@ def test_a_finished_request_is_never_aborted(
     server: Running, path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.say("Fine.")
-    aborted: list[str] = []
-    monkeypatch.setattr(server.engine, "abort", lambda request_id: aborted.append(request_id) or [])
+    aborted: list[tuple] = []
+    monkeypatch.setattr(server.engine, "abort", lambda *given: aborted.append(given))
     assert server.post(path, BODIES[path] | {"stream": stream}).status_code == 200
     server.wait_until_idle()
     assert aborted == []
