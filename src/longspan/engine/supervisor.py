@@ -168,7 +168,8 @@ class Supervisor:
                 self.state = State.DEAD
                 self._on_death()
                 return
-            self.state = State.SERVING
+            if self.state is State.RESTARTING:  # and not told to stop meanwhile
+                self.state = State.SERVING
             logger.warning("the engine was restarted and serves again")
 
     async def _replace(self) -> bool:
