@@ -154,6 +154,32 @@ def test_settings_reach_the_request_and_empty_ones_do_not(server: Running, visit
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
 
 
+def test_an_answer_in_json_is_shown_as_it_is(server: Running, visit: Visit) -> None:
+    visit.set(format="json_object")
+    server.say(f'{THINK_END}{{"a": "*b* _c_"}}')
+    visit.ask("One")
+    assert visit.texts(".content pre") == ['{"a": "*b* _c_"}']
+
+
+def test_leaving_the_page_in_the_middle_keeps_what_came_and_frees_the_engine(
+    server: Running, visit: Visit
+) -> None:
+    server.say(f"{THINK_END}{'word ' * 500}")
+    steps = Steps(server.model)
+    visit.ask("Go on", wait=False)
+    steps.allow(30)
+    visit.page.locator(".content >> text=word word").wait_for()
+    visit.page.reload()
+    steps.allow(2)
+    server.wait_until_idle()
+    server.model.before_step = lambda: None
+    assert "word word" in visit.texts(".content")[0] and "stopped" in visit.texts(".stats")[0]
+    server.say(f"{THINK_END}Again.")
+    visit.page.click("text=Regenerate")
+    visit.wait_for_answer()
+    assert visit.texts(".content") == ["Again."]
+
+
 def test_an_edited_message_goes_back_in_history(server: Running, visit: Visit) -> None:
     server.say(f"{THINK_END}Fine.")
     visit.ask("One")
@@ -220,6 +246,7 @@ def test_the_conversation_survives_a_reload_and_travels_as_json(
         ("{}", "no messages"),
         ('[{"role": "judge", "content": "x"}]', "judge"),
         ('[{"role": "user", "content": {"a": 1}}]', "text is expected"),
+        ('[{"role": "assistant", "tool_calls": {}}]', "tool_calls"),
     ],
 )
 def test_a_file_that_is_no_conversation_is_refused_and_nothing_is_lost(
@@ -232,6 +259,24 @@ def test_a_file_that_is_no_conversation_is_refused_and_nothing_is_lost(
     visit.page.wait_for_selector(".error")
     assert says in visit.texts(".error")[0]
     assert visit.texts(".turn.user .text") == ["One"]
+
+
+def test_a_file_with_odd_facts_about_an_answer_is_shown(visit: Visit) -> None:
+    odd = {
+        "finish": 7,
+        "speed": "fast",
+        "ttft": {},
+        "prompt": 3,
+        "error": {"message": [1], "status": {}},
+        "json": "no",
+        "x": 1,
+    }
+    content = json.dumps([{"role": "assistant", "content": "Hello", "meta": odd}]).encode()
+    visit.page.set_input_files("#file", {"name": "x.json", "mimeType": "application/json", "buffer": content})
+    visit.page.wait_for_selector(".error")
+    for _ in range(2):
+        assert visit.texts(".content") == ["Hello"]
+        visit.page.reload()
 
 
 def test_a_key_is_asked_for_kept_for_the_tab_and_sent(tokenizer: Tokenizer, browser: Any) -> None:

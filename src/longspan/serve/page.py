@@ -7,6 +7,7 @@ elsewhere: the Content-Security-Policy forbids it.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
@@ -34,7 +35,7 @@ def add_page_routes(app: FastAPI) -> None:
         app.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
-def _sender(file: Path):
+def _sender(file: Path) -> Callable[[Request], Awaitable[Response]]:
     content = file.read_bytes()
     headers = {
         "Content-Security-Policy": _POLICY,

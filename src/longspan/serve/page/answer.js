@@ -1,4 +1,4 @@
-// One answer as it comes: chunks of a stream are added to a message, with the times at which they came.
+// One answer as it comes: chunks of a stream are added to a message, and what is known of it to its `meta`.
 
 export class Answer {
   /** Fills `message`, an assistant's. */
@@ -11,7 +11,7 @@ export class Answer {
   add(chunk) {
     const { message } = this;
     const { meta } = message;
-    if (chunk.usage) meta.usage = chunk.usage;
+    if (chunk.usage) addUsage(meta, chunk.usage);
     const [choice] = chunk.choices;
     if (!choice) return;
     const { content, reasoning_content: reasoning, tool_calls: calls } = choice.delta;
@@ -30,7 +30,7 @@ export class Answer {
     this.first ??= this.last;
     meta.ttft = (this.first - this.asked) / 1000;
     // The first token is the prompt's doing; the others came in the time since.
-    const others = (meta.usage?.completion_tokens ?? 0) - 1;
+    const others = (meta.output ?? 0) - 1;
     if (others > 0 && this.last > this.first) meta.speed = (others * 1000) / (this.last - this.first);
   }
 
@@ -42,4 +42,11 @@ export class Answer {
     call.function.name += piece.function?.name ?? "";
     call.function.arguments += piece.function?.arguments ?? "";
   }
+}
+
+function addUsage(meta, usage) {
+  meta.prompt = usage.prompt_tokens;
+  meta.cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
+  meta.output = usage.completion_tokens;
+  meta.reasoning = usage.completion_tokens_details?.reasoning_tokens ?? 0;
 }

@@ -7,6 +7,8 @@ export const apiKey = {
   set: (key) => sessionStorage.setItem(KEY, key.trim()),
 };
 
+const STREAM_OPTIONS = { include_usage: true, continuous_usage_stats: true };
+
 /** What the server refused, or that it can't be reached (status 0). The message ends with the remedy. */
 export class ApiError extends Error {
   constructor(message, { status = 0, type = "", param = null } = {}) {
@@ -30,7 +32,7 @@ export async function* streamChat(body, signal) {
   const response = await request("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { continuous_usage_stats: true } }),
+    body: JSON.stringify({ ...body, stream: true, stream_options: STREAM_OPTIONS }),
     signal,
   });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -37,10 +37,6 @@ export class Lines {
     this.node.setAttribute("aria-label", label);
   }
 
-  clear() {
-    this.points = [];
-  }
-
   get most() {
     return Math.max(...this.points.flatMap(([, values]) => values), 0);
   }

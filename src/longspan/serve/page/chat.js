@@ -48,6 +48,7 @@ export function startChat(onSettingError) {
       ask([], { role: "user", content: chip.textContent });
     });
   }
+  addEventListener("beforeunload", () => running?.abort()); // or its connection would seem to have failed
   addEventListener("pagehide", save);
   show();
 }
@@ -71,7 +72,7 @@ function ask(messages, ...added) {
   running?.abort();
   conversation.messages = [...messages, ...added];
   const body = { ...fields, messages: requestMessages() };
-  const message = newAnswer();
+  const message = newAnswer("response_format" in fields);
   conversation.messages.push(message);
   receive(message, body, show());
   return true;

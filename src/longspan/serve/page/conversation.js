@@ -1,7 +1,9 @@
-// The conversation: OpenAI's messages, with `meta` on an answer (what the page knows of it). It survives a
-// reload, and goes out and comes in as JSON.
+// The conversation: OpenAI's messages, with `meta` on an answer. It survives a reload and travels as JSON.
+// `meta` has finish (why it ended; "stopped" and "error" are the page's own), error, json (it was asked for),
+// and numbers: tokens (prompt, cached, output, reasoning), seconds (ttft, thinkSeconds), speed.
 
 const STORED = "longspan.conversation";
+const NUMBERS = ["prompt", "cached", "output", "reasoning", "ttft", "thinkSeconds", "speed"];
 
 export const conversation = {
   messages: [],
@@ -29,12 +31,12 @@ export function requestMessages() {
   return system ? [{ role: "system", content: system }, ...said] : said;
 }
 
-export const newAnswer = () => ({
+export const newAnswer = (json) => ({
   role: "assistant",
   content: "",
   reasoning_content: "",
   tool_calls: [],
-  meta: {},
+  meta: { json },
 });
 
 /** Keeps it for the next visit. Returns false if the browser has no room for it. */
@@ -93,25 +95,37 @@ function checkedMessage(message, i) {
     case "tool":
       return { role: "tool", tool_call_id: text(message.tool_call_id, i), content };
     case "assistant": {
-      const tool_calls = (message.tool_calls ?? []).map((call) => ({
-        id: text(call?.id, i),
-        type: "function",
-        function: { name: text(call?.function?.name, i), arguments: text(call?.function?.arguments, i) },
-      }));
-      const meta = message.meta ?? { finish: tool_calls.length ? "tool_calls" : "stop" };
-      return {
-        role: "assistant",
-        content,
-        reasoning_content: text(message.reasoning_content, i),
-        tool_calls,
-        meta,
-      };
+      const tool_calls = checkedCalls(message.tool_calls ?? [], i);
+      const reasoning_content = text(message.reasoning_content, i);
+      const meta = message.meta
+        ? checkedMeta(message.meta, i)
+        : { finish: tool_calls.length ? "tool_calls" : "stop" };
+      return { role: "assistant", content, reasoning_content, tool_calls, meta };
     }
     default:
       throw new Error(
         `messages[${i}].role is ${JSON.stringify(message?.role)}; user, assistant or tool is expected.`,
       );
   }
+}
+
+function checkedCalls(calls, i) {
+  if (!Array.isArray(calls)) throw new Error(`messages[${i}].tool_calls is no list.`);
+  return calls.map((call) => ({
+    id: text(call?.id, i),
+    type: "function",
+    function: { name: text(call?.function?.name, i), arguments: text(call?.function?.arguments, i) },
+  }));
+}
+
+/** What may be shown of it. An answer without an end was being written when the page was left. */
+function checkedMeta(given, i) {
+  const meta = { finish: String(given.finish ?? "stopped"), json: given.json === true };
+  for (const name of NUMBERS) if (typeof given[name] === "number") meta[name] = given[name];
+  const { message, status, type, param } = given.error ?? {};
+  if (!message) return meta;
+  const [kind, field] = [text(type, i), text(param, i)];
+  return { ...meta, error: { message: String(message), status: Number(status), type: kind, param: field } };
 }
 
 function text(value, i) {

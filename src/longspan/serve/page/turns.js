@@ -1,7 +1,7 @@
 // The turns of a conversation as elements. What they do when clicked is given by `actions`.
 
 import { copyButton, el } from "./dom.js";
-import { MarkdownView } from "./markdown.js";
+import { MarkdownView, codeBlock } from "./markdown.js";
 
 const button = (label, onclick, kind = "quiet") =>
   el("button", { type: "button", class: kind, onclick }, label);
@@ -73,7 +73,8 @@ export class AnswerTurn {
     const { message } = this;
     this.node.setAttribute("aria-busy", live);
     this.#showReasoning(live);
-    this.markdown.update(message.content);
+    if (message.meta.json) this.content.replaceChildren(codeBlock(message.content, "json"));
+    else this.markdown.update(message.content);
     this.#showCalls();
     this.foot.replaceChildren(el("span", { class: "stats" }, statsText(message.meta, live)));
   }
@@ -98,8 +99,7 @@ export class AnswerTurn {
     if (thinking !== this.wasThinking) this.thinking.open = thinking; // then it is the reader's to open
     this.wasThinking = thinking;
     this.reasoning.appendData(reasoning.slice(this.reasoning.length));
-    const tokens = meta.usage?.completion_tokens_details?.reasoning_tokens;
-    const facts = [count(tokens, "token"), seconds(meta.thinkSeconds)].filter(Boolean).join(", ");
+    const facts = [count(meta.reasoning, "token"), seconds(meta.thinkSeconds)].filter(Boolean).join(", ");
     this.summary.textContent = (thinking ? "Thinking" : "Thought") + (facts && ` · ${facts}`);
   }
 
@@ -132,13 +132,10 @@ export function errorBox({ message, status, type, param }) {
   return el("div", { class: "error", role: "alert" }, title, el("p", {}, message));
 }
 
-function statsText({ usage, ttft, speed, finish }, live) {
+function statsText({ prompt, cached, output, ttft, speed, finish }, live) {
   const ends = { length: "cut off by the limit of tokens", stopped: "stopped", error: "not finished" };
   const facts = [];
-  if (usage) {
-    const cached = usage.prompt_tokens_details?.cached_tokens ?? 0;
-    facts.push(`prompt ${usage.prompt_tokens}`, `cached ${cached}`, `output ${usage.completion_tokens}`);
-  }
+  if (prompt != null) facts.push(`prompt ${prompt}`, `cached ${cached}`, `output ${output}`);
   if (ttft != null) facts.push(`first token ${seconds(ttft)}`);
   if (speed) facts.push(`${speed.toFixed(speed < 10 ? 1 : 0)} tokens/s`);
   if (ends[finish]) facts.push(ends[finish]);
