@@ -139,15 +139,25 @@ def test_what_was_served_is_counted(own_server: Running) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chat_is_counted_like_a_text(own_server: Running, stream: bool) -> None:
-    length = own_server.say("Fine.<|close|>response<|sep|>") + 1
-    own_server.post(CHAT, USER | {"stream": stream, "reasoning_effort": "none"})
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, USER),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", USER | {"model": "tiny", "max_tokens": 50}),
+    ],
+)
+def test_every_way_to_ask_is_counted_alike(
+    own_server: Running, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    length = own_server.say("Fine.") + 1
+    assert own_server.post(path, body | {"stream": stream}).status_code == 200
     own_server.wait_until_idle()
     after = when(own_server, lambda now: bool(now.ends()))
     assert after.ends() == {"stop": 1}
     assert after("vllm:generation_tokens_total") == after("vllm:request_generation_tokens_sum") == length
-    assert after("vllm:request_params_max_tokens_count") == 0, "none was asked for"
-    assert after.http() == {(CHAT, "200"): 1}
+    assert after("vllm:request_params_max_tokens_count") == ("max_tokens" in body), "none was asked for"
+    assert after.http() == {(path, "200"): 1}
 
 
 def test_what_runs_and_waits_is_shown(own_server: Running) -> None:
