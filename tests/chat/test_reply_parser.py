@@ -496,6 +496,33 @@ def test_every_text_outside_of_tags_comes_out_exactly_once(tokenizer, markup, th
 
 @given(MARKUP, st.booleans())
 @settings(max_examples=300, deadline=None)
+def test_nothing_stands_between_the_events_of_a_call(tokenizer, markup, thinking):
+    parser = new_parser(tokenizer, thinking)
+    open_call = None
+    for event in [*parser.push(ids_of(tokenizer, markup)), *parser.finish()]:
+        if isinstance(event, ToolCallStart):
+            open_call = event.index
+        elif isinstance(event, ToolCallArguments | ToolCallEnd):
+            assert event.index == open_call
+        else:
+            open_call = None
+
+
+def test_text_within_a_call_comes_after_it(tokenizer):
+    markup = (
+        '<|open|>tools<|sep|><|open|>call tool="f"<|sep|>one'
+        '<|open|>argument key="n" type="number"<|sep|>12<|close|>argument<|sep|>two'
+    )
+    ends = {"<|close|>call<|sep|>": True, "": False}
+    for end, complete in ends.items():
+        parser = new_parser(tokenizer, thinking=False)
+        events = [*parser.push(ids_of(tokenizer, markup + end)), *parser.finish()]
+        assert events[-1] == ContentDelta("onetwo")
+        assert [call.complete for call in parser.reply.tool_calls] == [complete]
+
+
+@given(MARKUP, st.booleans())
+@settings(max_examples=300, deadline=None)
 def test_complete_calls_always_have_json_objects_for_arguments(tokenizer, markup, thinking):
     parser = new_parser(tokenizer, thinking)
     feed(parser, parser.push_text, [markup.replace("json", "other")])

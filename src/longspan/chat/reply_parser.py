@@ -7,6 +7,7 @@ What goes where, for any input, well-formed or not:
 - Blank content beside tool calls is dropped; else every character outside of tags comes out exactly once.
 - A tag that opens a channel or a call ends whatever was open. A tag that is unknown or out of place is
   ignored, and its body belongs to where it stands; so does the body of a call without a name.
+- Text between the tags of a call comes after the call: no event stands between those of one call.
 - A call that the reply's end cuts off stays, not `complete`, with the part of its arguments that came.
 - A known tag without its sep counts if a control token follows. Text in a tag, beside name and attributes,
   belongs to the tag's body; a tag that is unknown or lacks its attributes is then text as a whole.
@@ -75,6 +76,7 @@ class ReplyParser:
         self._closing = False
         self._call: _OpenCall | None = None
         self._num_calls = 0
+        self._beside: list[str] = []  # content that came within a call
         self._blank: list[str] = []  # blank text between tags, dropped if nothing else comes
         self._in_gap_text = False
         self._lead: list[str] = []  # blanks at the start of the content
@@ -225,7 +227,10 @@ class ReplyParser:
             if not text.strip():
                 return
             text, self._lead, self._content_started = "".join(self._lead), [], True
-        self._emit(ContentDelta(text))
+        if self._call:
+            self._beside.append(text)
+        else:
+            self._emit(ContentDelta(text))
 
     def _start_call(self, name: str) -> None:
         self._call = _OpenCall(self._num_calls, ArgumentWriter())
@@ -245,12 +250,18 @@ class ReplyParser:
             self._close_value(self._call)
             self._emit_arguments(self._call, self._call.arguments.close())
             self._emit(ToolCallEnd(self._call.index))
-            self._call = None
+            self._leave_call()
+
+    def _leave_call(self) -> None:
+        self._call = None
+        if self._beside:
+            self._emit(ContentDelta("".join(self._beside)))
+            self._beside = []
 
     def _end(self) -> None:
         if self._call:
             self._emit_arguments(self._call, self._call.arguments.cut())
-            self._call = None
+            self._leave_call()
         if self._lead and not self._num_calls:
             self._emit(ContentDelta("".join(self._lead)))
         self._lead = []

@@ -115,7 +115,7 @@ def _response_format(text: dict[str, Any]) -> dict[str, Any] | None:
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if kind == "text":
         return None
-    if kind not in _FORMAT:
+    if not isinstance(kind, str) or kind not in _FORMAT:
         raise illegal("text.format", kind, "of the type text, json_object or json_schema")
     fields = keep_supported(wanted, _FORMAT[kind], {}, where="text.format.")
     del fields["type"]
