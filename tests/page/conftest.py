@@ -43,3 +43,12 @@ def visit(server: Running, browser: Any) -> Iterator[Visit]:
     yield visit
     visit.page.context.close()
     visit.check()
+
+
+@pytest.fixture(scope="session")
+def library(shared_server: Running, browser: Any) -> Iterator[Visit]:
+    """A page for tests of its modules alone, which leave nothing behind."""
+    visit = visited(shared_server, browser)
+    yield visit
+    visit.page.context.close()
+    visit.check()

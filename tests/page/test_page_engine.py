@@ -40,14 +40,14 @@ def test_it_rests_unless_it_is_in_sight(server: Running, visit: Visit) -> None:
     def polls() -> int:
         return sum(request.url.endswith("/metrics") for request in visit.requests)
 
-    visit.page.wait_for_timeout(1200)
+    visit.page.wait_for_timeout(1100)
     assert polls() == 0
     visit.show("engine")
     visit.page.wait_for_selector("text=Live, every second")
     visit.show("chat")
-    visit.page.wait_for_timeout(1200)
+    visit.page.wait_for_selector("#engine-state:has-text('Paused')", state="attached")
     before = polls()
-    visit.page.wait_for_timeout(1200)
+    visit.page.wait_for_timeout(1100)
     assert 1 <= polls() == before
 
 
@@ -74,7 +74,7 @@ def test_a_server_that_is_gone_is_told(visit: Visit) -> None:
     visit.complaints.clear()
 
 
-def test_the_exposition_is_read_as_prometheus_reads_it(server: Running, visit: Visit) -> None:
+def test_the_exposition_is_read_as_prometheus_reads_it(server: Running, library: Visit) -> None:
     text = server.get("/metrics").text + HISTOGRAM
     expected: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
@@ -82,18 +82,18 @@ def test_the_exposition_is_read_as_prometheus_reads_it(server: Running, visit: V
             expected[sample.name] = expected.get(sample.name, 0) + sample.value
     names = sorted(expected)
     code = "const s = new it.Snapshot(given.text, 0); return given.names.map((name) => s.value(name));"
-    found = visit.module("exposition", code, {"text": text, "names": names})
+    found = library.module("exposition", code, {"text": text, "names": names})
     assert dict(zip(names, found, strict=True)) == expected
     code = "return new it.Snapshot(given, 0).value('h_sum', {m: 'a}\"b\\\\'});"
-    assert visit.module("exposition", code, HISTOGRAM) == 40
+    assert library.module("exposition", code, HISTOGRAM) == 40
 
 
-def test_quantiles_lie_in_their_buckets(visit: Visit) -> None:
+def test_quantiles_lie_in_their_buckets(library: Visit) -> None:
     code = """
       const now = new it.Snapshot(given, 1);
       const before = new it.Snapshot(given.replaceAll(/ (10|20|25).0/g, ' 10.0'), 0);
       return [it.quantiles(now, null, 'h', [0, 0.2, 0.4, 0.6, 0.8, 1]), it.quantiles(now, before, 'h', [0.5]),
               it.quantiles(now, now, 'h', [0.5]), it.quantiles(now, null, 'none', [0.5])];
     """
-    found: list[Any] = visit.module("exposition", code, HISTOGRAM)
+    found: list[Any] = library.module("exposition", code, HISTOGRAM)
     assert found == [[0, 0.5, 1, 1.5, 2, 2], [1.75], None, None]

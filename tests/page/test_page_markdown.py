@@ -68,23 +68,23 @@ never closed
 """
 
 
-def shown(visit: Visit, text: str) -> str:
-    return visit.module("markdown", f"{SHOWN} view.update(given); return box.innerHTML;", text)
+def shown(library: Visit, text: str) -> str:
+    return library.module("markdown", f"{SHOWN} view.update(given); return box.innerHTML;", text)
 
 
-def test_markdown_becomes_what_was_meant(visit: Visit) -> None:
-    assert {text: shown(visit, text) for text in CASES} == CASES
+def test_markdown_becomes_what_was_meant(library: Visit) -> None:
+    assert {text: shown(library, text) for text in CASES} == CASES
 
 
-def test_code_and_tables_are_kept_as_they_are(visit: Visit) -> None:
-    code = shown(visit, "```py\na <b>\n  c\n```")
+def test_code_and_tables_are_kept_as_they_are(library: Visit) -> None:
+    code = shown(library, "```py\na <b>\n  c\n```")
     assert "<span>py</span>" in code and "<code>a &lt;b&gt;\n  c</code>" in code
-    table = shown(visit, "| a | b |\n|--:|:-:|\n| 1 |\n")
+    table = shown(library, "| a | b |\n|--:|:-:|\n| 1 |\n")
     assert '<th class="right">a</th><th class="center">b</th>' in table
     assert '<td class="right">1</td><td class="center"></td>' in table
 
 
-def test_a_stream_cut_anywhere_ends_as_the_whole_text_does(visit: Visit) -> None:
+def test_a_stream_cut_anywhere_ends_as_the_whole_text_does(library: Visit) -> None:
     code = f"""
       {SHOWN} view.update(given);
       const differing = [];
@@ -98,17 +98,17 @@ def test_a_stream_cut_anywhere_ends_as_the_whole_text_does(visit: Visit) -> None
       return differing;
     """
     for text in (LONG, *CASES):
-        assert visit.module("markdown", code, text) == []
+        assert library.module("markdown", code, text) == []
 
 
-def test_finished_blocks_are_not_built_again(visit: Visit) -> None:
+def test_finished_blocks_are_not_built_again(library: Visit) -> None:
     code = f"""
       {SHOWN} view.update('a\\n\\nb\\n\\nc\\n');
       const first = box.firstChild;
       view.update('a\\n\\nb\\n\\nc\\n\\nd');
       return [first === box.firstChild, box.textContent];
     """
-    same, text = visit.module("markdown", code)
+    same, text = library.module("markdown", code)
     assert (same, text) == (True, "abcd")
 
 
@@ -116,7 +116,9 @@ UNCLOSED = ["*a ", "**a", "[", "`", "> ", "- ", "_", "~~", "| ", "\\", "*_", "[a
 
 
 @pytest.mark.parametrize("unit", UNCLOSED)
-def test_text_that_opens_without_end_is_shown_at_once(visit: Visit, unit: str) -> None:
+def test_text_that_opens_without_end_is_shown_at_once(library: Visit, unit: str) -> None:
     # In quadratic time this would never end; the page's own limit would end the test.
     text = unit * (300_000 // len(unit))
-    assert visit.module("markdown", f"{SHOWN} view.update(given); return box.textContent.length;", text) >= 0
+    assert (
+        library.module("markdown", f"{SHOWN} view.update(given); return box.textContent.length;", text) >= 0
+    )
