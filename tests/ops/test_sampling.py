@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +18,7 @@ from longspan.ops.sampling import (
     choose,
     filter_logits,
     sample,
-    uniform,
+    uniforms,
 )
 
 
@@ -124,8 +125,8 @@ def test_a_row_without_history_is_not_penalised_and_the_input_is_not_written() -
 
 def test_choices_follow_the_distribution() -> None:
     logits = torch.tensor([[0.0, 1.0, -torch.inf, 2.0]]).expand(4000, 4)
-    uniforms = torch.tensor([uniform(7, step) for step in range(4000)], dtype=torch.float64)
-    counts = torch.bincount(choose(logits, uniforms), minlength=4) / 4000
+    numbers = uniforms(np.full(4000, 7, dtype=np.uint64), np.arange(4000, dtype=np.uint64))
+    counts = torch.bincount(choose(logits, torch.from_numpy(numbers)), minlength=4) / 4000
     assert counts[2] == 0
     torch.testing.assert_close(counts, logits[0].softmax(-1), atol=0.03, rtol=0)
 
@@ -143,19 +144,29 @@ def test_a_dropped_token_is_never_chosen_at_the_edges(u: float, vocab: int) -> N
 def test_a_row_chooses_the_same_alone_and_among_others() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 100)
-    uniforms = torch.rand(5, dtype=torch.float64)
-    together = choose(logits, uniforms)
+    numbers = torch.rand(5, dtype=torch.float64)
+    together = choose(logits, numbers)
     for r in range(5):
-        assert choose(logits[r : r + 1], uniforms[r : r + 1]).tolist() == [int(together[r])]
+        assert choose(logits[r : r + 1], numbers[r : r + 1]).tolist() == [int(together[r])]
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**64 + 3])
-def test_uniform_numbers_are_reproducible_and_differ_by_seed_and_step(seed: int) -> None:
-    numbers = [uniform(s, step) for s in (seed, seed + 1) for step in range(100)]
+@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 2])
+def test_uniform_numbers_are_reproducible_and_differ_by_stream_and_step(seed: int) -> None:
+    streams = np.array([seed, seed + 1], dtype=np.uint64).repeat(100)
+    steps = np.tile(np.arange(100, dtype=np.uint64), 2)
+    numbers = uniforms(streams, steps).tolist()
     assert len(set(numbers)) == 200
     assert all(0 <= x < 1 for x in numbers)
-    assert numbers == [uniform(s, step) for s in (seed, seed + 1) for step in range(100)]
+    for i in (0, 7, 199):
+        assert uniforms(streams[i : i + 1], steps[i : i + 1]).tolist() == [numbers[i]]
     assert 0.4 < sum(numbers) / 200 < 0.6
+
+
+def test_the_uniform_numbers_are_those_of_splitmix64() -> None:
+    # Two rounds over stream 0 and step 0: the first output of splitmix64 seeded with its own first output.
+    assert uniforms(np.zeros(1, dtype=np.uint64), np.zeros(1, dtype=np.uint64)).tolist() == [
+        0.6524484863740322
+    ]
 
 
 def test_empty_batches_choose_nothing() -> None:

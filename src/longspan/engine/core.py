@@ -119,6 +119,11 @@ class EngineCore:
         return self._scheduler.has_work
 
     @property
+    def model_seconds(self) -> float:
+        """Spent in the model and the sampler so far."""
+        return self._counters.model_seconds
+
+    @property
     def stats(self) -> EngineStats:
         scheduler, counters, use = self._scheduler, self._counters, self.memory.use()
         return EngineStats(

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from longspan.engine.output import Logprob, TokenLogprobs
 from longspan.engine.sequence import Sequence
 from longspan.errors import LongspanError
 from longspan.ops.backend import Operators
-from longspan.ops.sampling import TokenCounts, apply_masks, uniform
+from longspan.ops.sampling import TokenCounts, apply_masks, uniforms
 from longspan.ops.top_k import top_k_indices
 
 logger = logging.getLogger(__name__)
@@ -32,10 +33,35 @@ class Sampled:
     logprobs: TokenLogprobs | None  # None if not asked for
 
 
+class _Batch:
+    """What stays the same from step to step while the same sequences decode."""
+
+    def __init__(self, seqs: list[Sequence], vocab_size: int) -> None:
+        self.seqs = seqs
+        params = [seq.params for seq in seqs]
+        self.is_plain = not any(_may_be_edited(seq) for seq in seqs)
+        self.temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32)
+        self.top_k = torch.tensor([min(max(p.top_k, 0), vocab_size) for p in params], dtype=torch.int64)
+        self.top_p = torch.tensor([p.top_p for p in params], dtype=torch.float32)
+        self.min_p = torch.tensor([p.min_p for p in params], dtype=torch.float32)
+        self._is_greedy = not any(p.temperature for p in params)
+        self._streams = np.array([seq.stream for seq in seqs], dtype=np.uint64)
+
+    def uniforms(self) -> Tensor:
+        """[R] float64: the random number of each row for the token that is next."""
+        if self._is_greedy:
+            return torch.zeros(len(self.seqs), dtype=torch.float64)
+        steps = np.array([seq.num_output_tokens for seq in self.seqs], dtype=np.uint64)
+        return torch.from_numpy(uniforms(self._streams, steps))
+
+
 class Sampler:
+    """Remembers the batch of the last step, for the next one is mostly the same."""
+
     def __init__(self, ops: Operators, eos_token_ids: tuple[int, ...]) -> None:
         self._ops = ops
         self._eos_token_ids = eos_token_ids
+        self._last: _Batch | None = None
 
     def sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled | LongspanError]:
         """logits [R, vocab] float32, finite, row r belongs to seqs[r]; not changed.
@@ -53,9 +79,14 @@ class Sampler:
         return [self.sample(logits[row : row + 1], [seq])[0] for row, seq in enumerate(seqs)]
 
     def _sample(self, logits: Tensor, seqs: list[Sequence]) -> list[Sampled | LongspanError]:
-        masks = [_mask(seq) for seq in seqs]
-        edited = self._edit(logits, seqs, masks)
-        chosen = self._choose(edited, seqs)
+        batch = self._last
+        if batch is None or batch.seqs != seqs:
+            batch = self._last = _Batch(seqs, logits.shape[1])
+        masks = [None if batch.is_plain else _mask(seq) for seq in seqs]
+        edited = logits if batch.is_plain else self._edit(logits, seqs, masks)
+        chosen = self._ops.sample(
+            edited, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniforms()
+        ).tolist()
         # Logits as they came are finite. NaN if there is one in the row.
         best = edited.amax(-1).tolist() if edited is not logits else [0.0] * len(seqs)
         results: list[Sampled | LongspanError] = []
@@ -78,8 +109,6 @@ class Sampler:
     def _edit(
         self, logits: Tensor, seqs: list[Sequence], masks: Rows[Tensor | LongspanError | None]
     ) -> Tensor:
-        if not any(map(_is_edited, seqs)):
-            return logits
         edited = logits.clone()
         for row, seq in enumerate(seqs):
             if seq.params.logit_bias:
@@ -112,18 +141,6 @@ class Sampler:
             torch.tensor([seq.params.repetition_penalty for seq in seqs], dtype=torch.float32),
         )
 
-    def _choose(self, logits: Tensor, seqs: list[Sequence]) -> list[int]:
-        params = [seq.params for seq in seqs]
-        tokens = self._ops.sample(
-            logits,
-            torch.tensor([p.temperature for p in params], dtype=torch.float32),
-            torch.tensor([min(max(p.top_k, 0), logits.shape[1]) for p in params], dtype=torch.int64),
-            torch.tensor([p.top_p for p in params], dtype=torch.float32),
-            torch.tensor([p.min_p for p in params], dtype=torch.float32),
-            torch.tensor([uniform(s.stream, s.num_output_tokens) for s in seqs], dtype=torch.float64),
-        )
-        return tokens.tolist()
-
 
 def _mask(seq: Sequence) -> Tensor | LongspanError | None:
     """None: everything is allowed."""
@@ -136,10 +153,9 @@ def _mask(seq: Sequence) -> Tensor | LongspanError | None:
         return unexpected(error)
 
 
-def _is_edited(seq: Sequence) -> bool:
+def _may_be_edited(seq: Sequence) -> bool:
     params = seq.params
-    too_short = seq.num_output_tokens < params.min_tokens
-    return bool(params.logit_bias or params.penalises or seq.constraint or too_short)
+    return bool(params.logit_bias or params.penalises or seq.constraint or params.min_tokens)
 
 
 def token_logprobs(logits: Tensor, token_ids: Rows[int], top_n: int) -> list[TokenLogprobs]:

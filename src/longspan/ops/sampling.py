@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_MASK = (1 << 64) - 1
 # What each bit of a byte adds to a logit, the lowest first: 0 where it is set, else -inf.
 _OF_BYTE = torch.where(torch.arange(256)[:, None] >> torch.arange(8) & 1 == 1, 0.0, -torch.inf)
 
@@ -56,8 +56,9 @@ def apply_masks(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     logits [R, V] float32, changed in place; rows [M] int64, each once; masks [M, ceil(V / 32)] int32, the bit
     of the lowest token first.
     """
-    added = torch.nn.functional.embedding(masks.view(torch.uint8).int(), _OF_BYTE)
-    logits.index_add_(0, rows, added.view(len(rows), -1)[:, : logits.shape[1]])
+    for row, mask in zip(rows.tolist(), masks, strict=True):  # one at a time stays in the cache
+        added = torch.nn.functional.embedding(mask.view(torch.uint8).int(), _OF_BYTE)
+        logits[row] += added.flatten()[: logits.shape[1]]
 
 
 def sample(
@@ -110,13 +111,17 @@ def choose(logits: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(tokens, last)
 
 
-def uniform(seed: int, step: int) -> float:
-    """The number in [0, 1) of step `step` of stream `seed`: two rounds of splitmix64, any integers."""
-    return (_splitmix64(_splitmix64(seed) + step) >> 11) * 2.0**-53
+def uniforms(streams: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """The numbers in [0, 1) of these steps of these streams, both uint64 [R] -> float64 [R].
+
+    Two rounds of splitmix64: each number depends on its stream and step alone.
+    """
+    with np.errstate(over="ignore"):
+        return (_splitmix64(_splitmix64(streams) + steps) >> np.uint64(11)) * 2.0**-53
 
 
-def _splitmix64(x: int) -> int:
-    x = (x + 0x9E3779B97F4A7C15) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
