@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from longspan.serve.body import Body
+from longspan.serve.failures import MESSAGES_PATH
 
 Schema = dict[str, Any]
 
@@ -32,7 +33,8 @@ def describe(app: FastAPI) -> None:
             made = get_openapi(title=app.title, version=app.version, routes=app.routes)
             for path, operations in made["paths"].items():
                 for operation in operations.values():
-                    operation["responses"] = _ANSWERS.get(path, operation["responses"]) | {"default": _ERROR}
+                    error = _ANTHROPIC_ERROR if path.startswith(MESSAGES_PATH) else _ERROR
+                    operation["responses"] = _ANSWERS.get(path, operation["responses"]) | {"default": error}
                     operation["responses"].pop("422", None)
             app.openapi_schema = made
         return app.openapi_schema
@@ -111,26 +113,30 @@ def _json(schema: Schema, stream: bool = False) -> Schema:
     return {"200": _DESCRIBED | {"content": content}}
 
 
-_ERROR = {
-    "description": "What was wrong, and what to do",
-    "content": {
-        "application/json": {
-            "schema": _object(
-                {
-                    "error": _object(
-                        {
-                            "message": _STRING,
-                            "type": _STRING,
-                            "param": _nullable(_STRING),
-                            "code": {"type": "integer", "minimum": 400, "maximum": 599},
-                        }
-                    )
-                }
+def _error(schema: Schema) -> Schema:
+    what = "What was wrong, and what to do"
+    return {"description": what, "content": {"application/json": {"schema": schema}}}
+
+
+_STATUS: Schema = {"type": "integer", "minimum": 400, "maximum": 599}
+_ERROR = _error(
+    _object(
+        {
+            "error": _object(
+                {"message": _STRING, "type": _STRING, "param": _nullable(_STRING), "code": _STATUS}
             )
         }
-    },
-}
-
+    )
+)
+_ANTHROPIC_ERROR = _error(
+    _object(
+        {
+            "type": _const("error"),
+            "error": _object({"type": _STRING, "message": _STRING}),
+            "request_id": _STRING,
+        }
+    )
+)
 _USAGE = _object(
     {
         "prompt_tokens": _COUNT,
@@ -217,6 +223,34 @@ _COMPLETION = _object(
         "usage": _USAGE,
     }
 )
+_BLOCK: Schema = {
+    "anyOf": [
+        _object({"type": _const("thinking"), "thinking": _STRING, "signature": _STRING}),
+        _object({"type": _const("text"), "text": _STRING}),
+        _object({"type": _const("tool_use"), "id": _STRING, "name": _STRING, "input": _ANY_OBJECT}),
+    ]
+}
+_ANTHROPIC_USAGE = _object(
+    {
+        "input_tokens": _COUNT,
+        "cache_creation_input_tokens": _COUNT,
+        "cache_read_input_tokens": _COUNT,
+        "output_tokens": _COUNT,
+        "output_tokens_details": _object({"thinking_tokens": _COUNT}),
+    }
+)
+_ANTHROPIC_MESSAGE = _object(
+    {
+        "id": _STRING,
+        "type": _const("message"),
+        "role": _const("assistant"),
+        "model": _STRING,
+        "content": _list(_BLOCK),
+        "stop_reason": {"enum": ["end_turn", "max_tokens", "tool_use", "stop_sequence"]},
+        "stop_sequence": _nullable(_STRING),
+        "usage": _ANTHROPIC_USAGE,
+    }
+)
 _CARD = _object(
     {
         "id": _STRING,
@@ -224,6 +258,7 @@ _CARD = _object(
         "created": _INTEGER,
         "owned_by": _const("longspan"),
         "root": _STRING,
+        "parent": _NULL,
         "max_model_len": _COUNT,
     }
 )
@@ -235,15 +270,61 @@ _TOKENS = _object(
         "token_strs": _nullable(_list(_STRING)),
     }
 )
+_ENTRIES = _list(
+    {
+        "type": "array",
+        "prefixItems": [_nullable(_LOGPROB), _COUNT, _nullable(_STRING)],
+        "minItems": 3,
+        "maxItems": 3,
+    }
+)
+_GENERATED = _object(
+    {
+        "text": _STRING,
+        "output_ids": _list(_COUNT),
+        "meta_info": _object(
+            {
+                "id": _STRING,
+                "finish_reason": _object(
+                    {"type": {"enum": ["stop", "length", "abort"]}},
+                    length=_COUNT,
+                    matched={"anyOf": [_STRING, _INTEGER, _NULL]},
+                    message=_STRING,
+                ),
+                "prompt_tokens": _COUNT,
+                "completion_tokens": _COUNT,
+                "cached_tokens": _COUNT,
+                "e2e_latency": {"type": "number", "minimum": 0},
+            },
+            input_token_logprobs=_ENTRIES,
+            output_token_logprobs=_ENTRIES,
+            input_top_logprobs=_list(_nullable(_ENTRIES)),
+            output_top_logprobs=_list(_nullable(_ENTRIES)),
+        ),
+    },
+    index=_COUNT,
+)
+_SERVES: Schema = {"200": {"description": "It serves"}}
+_PLAIN: Schema = {"200": _DESCRIBED | {"content": {"text/plain": {"schema": _STRING}}}}
 _ANSWERS: dict[str, Schema] = {
     "/v1/chat/completions": _json(_CHAT, stream=True),
     "/v1/completions": _json(_COMPLETION, stream=True),
     "/v1/responses": _json(_ANY_OBJECT, stream=True),
+    MESSAGES_PATH: _json(_ANTHROPIC_MESSAGE, stream=True),
+    f"{MESSAGES_PATH}/count_tokens": _json(_object({"input_tokens": _COUNT})),
     "/v1/models": _json(_object({"object": _const("list"), "data": _list(_CARD)})),
     "/v1/models/{name}": _json(_CARD),
     "/tokenize": _json(_TOKENS),
     "/detokenize": _json(_object({"prompt": _STRING})),
     "/version": _json(_object({"version": _STRING})),
-    "/health": {"200": {"description": "It serves"}},
-    "/metrics": {"200": _DESCRIBED | {"content": {"text/plain": {"schema": _STRING}}}},
+    "/generate": _json({"anyOf": [_GENERATED, _list(_GENERATED)]}, stream=True),
+    "/abort_request": _json(_object({"aborted": _COUNT})),
+    "/load": _json(_object({"server_load": _COUNT})),
+    "/model_info": _json(_ANY_OBJECT),
+    "/server_info": _json(_ANY_OBJECT),
+    "/health": _SERVES,
+    "/ping": _SERVES,
+    "/health_generate": _SERVES,
+    "/flush_cache": _PLAIN,
+    "/metrics": _PLAIN,
 }
