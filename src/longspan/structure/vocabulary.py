@@ -47,6 +47,7 @@ def dump(*grammars: dict[str, Any]) -> str:
     return json.dumps({"grammars": grammars})
 
 
+@lru_cache(maxsize=4096)
 def error_in(grammar: str) -> str | None:
     """What is wrong with a grammar, whatever the tokenizer; None if nothing is."""
     return waited_for(_on_large_stack(lambda: _error_in(grammar)))
