@@ -113,13 +113,13 @@ class Caching(RuleBasedStateMachine):
 
     symbols = st.lists(st.integers(0, 1), max_size=5)
 
-    @rule(data=st.data(), symbols=st.lists(st.integers(0, 1), min_size=1, max_size=5), rolls=st.booleans())
-    def serve(self, data: st.DataObject, symbols: list[int], rolls: bool) -> None:
+    @rule(data=st.data(), symbols=st.lists(st.integers(0, 1), min_size=1, max_size=5))
+    def serve(self, data: st.DataObject, symbols: list[int]) -> None:
         """A whole life at once, else few states would ever be unpinned."""
         sequence = self.start(b"", symbols, 0)
-        for publish in (self.publish, self.roll if rolls else self.publish):
+        for _ in range(2):
             if len(sequence.digests) > self.num_standing(sequence):
-                publish(data, sequence)
+                self.publish(data, sequence)
         self.finish(sequence)
 
     @rule(seed=st.sampled_from([b"", b"salt"]), symbols=symbols, tail=st.integers(0, 63))
@@ -162,7 +162,7 @@ class Caching(RuleBasedStateMachine):
         able = [each for each in self.running if len(each.digests) > self.num_standing(each)]
         if able:
             sequence = data.draw(st.sampled_from(able))
-            data.draw(st.sampled_from([self.publish, self.roll]))(data, sequence)
+            self.publish(data, sequence)
 
     def publish(self, data: st.DataObject, sequence: Running) -> None:
         num_pages = data.draw(st.integers(self.num_standing(sequence) + 1, len(sequence.digests)))
@@ -180,23 +180,6 @@ class Caching(RuleBasedStateMachine):
             self.states[here] = State(inserted.checkpoint, slot)
             self.use(self.states[here])
         self.moved(sequence, inserted.checkpoint, inserted.taken)
-
-    def roll(self, data: st.DataObject, sequence: Running) -> None:
-        checkpoint = sequence.stands_on
-        if checkpoint is None:
-            return
-        num_pages = data.draw(st.integers(self.num_standing(sequence), len(sequence.digests)))
-        before, here = self.after(sequence, self.num_standing(sequence)), self.after(sequence, num_pages)
-        state = self.states[before]
-        fixed = any(begins_with(each, before) for each in self.states if each != before)
-        taken = self.cache.advance(checkpoint, sequence.digests[:num_pages], list(sequence.pages))
-        if taken is None or fixed or state.pins > 1 or here == before:
-            assert taken is None and (fixed or state.pins > 1 or here == before)
-            return
-        assert taken == sequence.pages[len(before[1]) // self.page_size : num_pages]
-        self.kept[state.slot] = here
-        self.states[here] = self.states.pop(before)
-        self.moved(sequence, checkpoint, taken)
 
     def num_standing(self, sequence: Running) -> int:
         return sequence.stands_on.num_tokens // self.page_size if sequence.stands_on else 0
@@ -225,6 +208,20 @@ class Caching(RuleBasedStateMachine):
     def evict(self, want: Literal["page", "slot"]) -> None:
         assert self.cache.evict(want) == self.a_state_went(want)
         assert not self.given_back
+
+    @rule(data=st.data())
+    def drop(self, data: st.DataObject) -> None:
+        """A state is given up for those below it; its pages stay."""
+        if not self.states:
+            return
+        prefix = data.draw(st.sampled_from(sorted(self.states)))
+        state = self.states[prefix]
+        is_inner = any(begins_with(each, prefix) for each in self.states if each != prefix)
+        assert self.cache.drop(state.checkpoint) == (is_inner and not state.pins)
+        if is_inner and not state.pins:
+            assert self.given_back.pop(0) == ([], [state.slot])
+            assert not state.checkpoint.alive and not self.given_back
+            del self.kept[state.slot], self.states[prefix]
 
     @rule()
     def clear(self) -> None:
@@ -409,29 +406,19 @@ def test_a_sequence_that_stands_further_up_continues_the_deepest_state_of_its_pa
     assert shelf.evicted("page") == 3 and shelf.pages == [33, 34]
 
 
-def test_a_rolling_state_moves_on_with_its_slot_and_is_no_longer_where_it_was() -> None:
+def test_a_state_is_dropped_for_one_further_down_and_its_pages_stay() -> None:
     shelf = Shelf()
-    rolling = shelf.insert("ab", slot=1).checkpoint
-    shelf.cache.pin(rolling)
-    assert shelf.cache.advance(rolling, named("abcd"), [10, 11, 12, 13]) == [12, 13]
-    assert shelf.match("ab") == (None, 2)
-    assert shelf.match("abcde") == (1, 4)
-    assert shelf.cache.num_checkpoints == 1 and shelf.cache.num_pages == 4
-    shelf.cache.check()
-
-
-def test_a_state_that_others_need_or_that_would_not_move_is_not_rolled_on() -> None:
-    shelf = Shelf()
-    base = shelf.insert("ab", slot=1).checkpoint
-    shelf.cache.pin(base)
-    pages = [10, 11, 12, 13]
-    assert shelf.cache.advance(base, named("ab"), pages) is None
-    shelf.cache.pin(base)
-    assert shelf.cache.advance(base, named("abc"), pages) is None
-    shelf.cache.unpin(base)
-    shelf.insert("abx", slot=2, parent=base)
-    assert shelf.cache.advance(base, named("abc"), pages) is None
-    assert shelf.match("abc") == (1, 2)
+    first = shelf.insert("ab", slot=1).checkpoint
+    assert not shelf.cache.drop(first)  # nothing is below it
+    second = shelf.insert("abcd", slot=2, parent=first).checkpoint
+    shelf.cache.pin(first)
+    assert not shelf.cache.drop(first)
+    shelf.cache.unpin(first)
+    assert shelf.cache.drop(first) and not shelf.cache.drop(first)
+    assert (shelf.pages, shelf.slots) == ([], [1])
+    assert shelf.match("abcde") == (2, 4) and shelf.match("abc") == (None, 3)
+    assert shelf.cache.pages_of(second) == [10, 11, 22, 23]
+    assert shelf.cache.num_checkpoints == 1 and shelf.cache.num_evictions == 0
     shelf.cache.check()
 
 

@@ -23,8 +23,8 @@ The least H goes, of equal ones the longest unused, and the clock becomes this H
 A leaf frees its slot and its run. What has something below it frees its slot alone: its run joins the run
 below, or stays as a fork. A pinned checkpoint stays, and so do all pages above it; states above it may go.
 
-Order. A state is published when a step is planned and copied when that step runs. Steps run in the order of
-planning, and the copies of a step come before its reads: who finds a checkpoint reads what was published.
+Order. A state is published once the step that copied it is over and was found finite. What is done to bytes
+is done in the order in which it was planned here: who finds a checkpoint reads what was published.
 """
 
 from __future__ import annotations
@@ -215,23 +215,6 @@ class PrefixCache:
                 self._rank(near)
         return Inserted(checkpoint, list(taken), is_new=True)
 
-    def advance(self, checkpoint: Checkpoint, digests: list[bytes], pages: list[int]) -> list[int] | None:
-        """Moves a rolling checkpoint on along its own path, its slot to hold the new state; the pages taken.
-
-        None, and nothing changed, if others need the state where it is: something continues from it, or
-        somebody beside the caller has it pinned. So ask before the state is overwritten, and insert on None.
-        """
-        self._check_path(checkpoint, digests, pages)
-        first = checkpoint.num_tokens // self.page_size
-        if checkpoint.children or checkpoint.pins > 1 or len(digests) == first:
-            return None
-        taken = pages[first : len(digests)]
-        checkpoint.run += taken
-        checkpoint.run_digests += digests[first:]
-        checkpoint.num_tokens = len(digests) * self.page_size
-        self._own(checkpoint)
-        return taken
-
     def evict(self, want: Literal["page", "slot"]) -> bool:
         """Evicts the unpinned checkpoint of least H, for a page the leaf of least H. False: there is none."""
         heaps = (self._leaves,) if want == "page" else (self._leaves, self._inner)
@@ -240,29 +223,16 @@ class PrefixCache:
             return False
         worth, _, _, checkpoint = min(tops)
         self._clock = max(self._clock, worth)
+        self.num_evictions += 1
         self._remove(checkpoint)
         return True
 
     def drop(self, checkpoint: Checkpoint) -> bool:
-        """Gives up a state for one further down the same path; not if it is pinned, evicted or a leaf."""
+        """Gives up a state for those further down its path; False if it is pinned, evicted or a leaf."""
         if checkpoint.pins or not checkpoint.alive or not checkpoint.children:
             return False
         self._remove(checkpoint)
         return True
-
-    def _remove(self, checkpoint: Checkpoint) -> None:
-        checkpoint.alive = False
-        checkpoint.ticket = 0
-        self.num_checkpoints -= 1
-        self.num_evictions += 1
-        if checkpoint.children:
-            fork = Node(parent=None, num_tokens=checkpoint.num_tokens, run=[], run_digests=[])
-            self._replace(checkpoint, fork)
-            self._join(fork)
-            self._give_back([], [checkpoint.slot])
-        else:
-            self._cut_off(checkpoint)
-            self._give_back(checkpoint.run, [checkpoint.slot])
 
     def clear(self) -> int:
         """Evicts every unpinned checkpoint; how many they were. What pinned ones need stays."""
@@ -340,6 +310,19 @@ class PrefixCache:
         for child in new.children:
             child.parent = new
         self._own(new)
+
+    def _remove(self, checkpoint: Checkpoint) -> None:
+        checkpoint.alive = False
+        checkpoint.ticket = 0
+        self.num_checkpoints -= 1
+        if checkpoint.children:
+            fork = Node(parent=None, num_tokens=checkpoint.num_tokens, run=[], run_digests=[])
+            self._replace(checkpoint, fork)
+            self._join(fork)
+            self._give_back([], [checkpoint.slot])
+        else:
+            self._cut_off(checkpoint)
+            self._give_back(checkpoint.run, [checkpoint.slot])
 
     def _join(self, fork: Node) -> None:
         """Puts the run of a fork that forks no more in front of what is left below it."""
