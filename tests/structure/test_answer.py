@@ -27,7 +27,7 @@ def replies(vocabulary: Vocabulary, number: int = 20, **outputs: Any) -> list[st
     return [text_of(vocabulary, say_anything(structure, vocabulary, seed)) for seed in range(number)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(schema=schemas, seed=SEEDS)
 def test_json_satisfies_its_schema_whatever_the_model_would_say(
     vocabulary: Vocabulary, schema: dict[str, Any], seed: int
@@ -66,16 +66,36 @@ def test_a_grammar_may_be_gbnf_or_lark(vocabulary: Vocabulary, grammar: str) -> 
     assert found == {"a", "bc", "a a", "a bc", "bc a", "bc bc"}
 
 
-def test_blanks_come_to_an_end(vocabulary: Vocabulary) -> None:
-    constraint = StructuredOutputs(json_object=True).answer().structure(vocabulary).start(vocabulary)
+def blanks_after(vocabulary: Vocabulary, text: str, wanted: bytes) -> int:
+    """How many characters of blanks a model that likes `wanted` can put behind a beginning of JSON."""
     tokenizer = vocabulary.tokenizer
-    constraint.accept(tokenizer.encode("{")[0])
-    blanks = 0
+    constraint = StructuredOutputs(json_object=True).answer().structure(vocabulary).start(vocabulary)
+    for token_id in tokenizer.encode(text):
+        constraint.accept(token_id)
+    count = 0
     while space := [i for i in allowed(constraint) if tokenizer.token_bytes(i).isspace()]:
-        constraint.accept(space[0])
-        blanks += len(tokenizer.token_bytes(space[0]))
-    assert blanks == 40
+        liked = [i for i in space if tokenizer.token_bytes(i) == wanted]
+        constraint.accept((liked or space)[0])
+        count += len(tokenizer.token_bytes((liked or space)[0]))
     assert not any(tokenizer.token_bytes(i)[:1].isspace() for i in allowed(constraint))
+    return count
+
+
+@pytest.mark.parametrize("text", ["{", '{"a"', '{"a":', '{"a": [1', '{"a": 1'])
+def test_blanks_come_to_an_end_everywhere(vocabulary: Vocabulary, text: str) -> None:
+    assert blanks_after(vocabulary, text, b" ") == 1
+    assert blanks_after(vocabulary, text, b"\n") == 17
+
+
+@pytest.mark.parametrize("layout", [{}, {"indent": 2}, {"indent": 4}, {"separators": (",", ":")}])
+def test_json_may_be_laid_out_in_lines_or_in_one(vocabulary: Vocabulary, layout: dict[str, Any]) -> None:
+    text = json.dumps({"a": [1, {"b": "c"}], "d": {}}, **layout)
+    structure = StructuredOutputs(json_object=True).answer().structure(vocabulary)
+    constraint = structure.start(vocabulary)
+    for token_id in vocabulary.tokenizer.encode(text):
+        assert token_id in allowed(constraint)
+        constraint.accept(token_id)
+    assert vocabulary.eos_token_ids[0] in allowed(constraint)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +178,7 @@ def test_a_long_chain_of_definitions_does_not_end_the_process(vocabulary: Vocabu
     StructuredOutputs(grammar=rules).answer().structure(vocabulary)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     schema=st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=4)),

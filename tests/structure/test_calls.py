@@ -40,7 +40,7 @@ def arguments(vocabulary: Vocabulary, structure: Structure, seed: int) -> list[A
     return [json.loads(call.arguments) for call in reply.tool_calls]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(params=st.lists(parameters, min_size=1, max_size=3), thinking=st.booleans(), seed=SEEDS)
 def test_forced_calls_are_complete_and_satisfy_the_schema_of_their_function(
     vocabulary: Vocabulary, params: list[Any], thinking: bool, seed: int

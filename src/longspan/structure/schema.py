@@ -14,8 +14,8 @@ _MAPS = (*DEFINITIONS, "properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties")
 _VALUES = ("const", "enum", "default", "examples")  # not schemas
-# A model that likes blanks must come to an end with them. One line break and an indent fit.
-_BLANKS = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
+# A weak model fills its budget with blanks if it may: between two tokens one space, or a line and its indent.
+_BLANKS = {"whitespace_pattern": r" |\n {0,16}"}
 _FORMATS = ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
 
 
