@@ -43,41 +43,45 @@ class BatchState:
     def batch(self, scheduled: list[Scheduled]) -> tuple[StepBatch, list[LogitRows]]:
         """The step over these. Tokens that are not known yet are 0: see `fill_in`."""
         count = len(scheduled)
-        lines = np.fromiter((self._updated(item) for item in scheduled), np.int64, count)
-        context_lens = np.fromiter((item.start for item in scheduled), np.int64, count)
-        lengths = np.fromiter((item.num_tokens for item in scheduled), np.int64, count)
+        lines = np.array([self._updated(item) for item in scheduled], dtype=np.int64)
+        context_lens = np.array([item.start for item in scheduled], dtype=np.int64)
+        ends = np.array([item.end for item in scheduled], dtype=np.int64)
         query_starts = np.zeros(count + 1, dtype=np.int64)
-        np.cumsum(lengths, out=query_starts[1:])
-        num_tokens = int(query_starts[-1])
-        ends = context_lens + lengths
-        width = -(-int(ends.max()) // self._page_size)
-        tables = self._tables[lines, :width]
+        np.cumsum(ends - context_lens, out=query_starts[1:])
+        num_tokens, longest = int(query_starts[-1]), int(ends.max())
+        tables = self._tables[lines, : -(-longest // self._page_size)]
         if num_tokens == count:
             seqs, positions = np.arange(count), context_lens
         else:
-            seqs = np.repeat(np.arange(count), lengths)
+            seqs = np.repeat(np.arange(count), ends - context_lens)
             positions = np.arange(num_tokens) + (context_lens - query_starts[:-1])[seqs]
         pages, offsets = np.divmod(positions, self._page_size)
         token_ids: list[int] = []
-        rows, logit_rows, first = [], [], 0
-        for item, begin in zip(scheduled, query_starts.tolist(), strict=False):
-            known = item.seq.tokens[item.start : item.end]
-            token_ids += known if len(known) == item.num_tokens else [*known, 0]
-            logit_rows += [begin + row for row in item.prompt_rows]
+        logit_rows: list[int] = []
+        rows: list[LogitRows] = []
+        first = 0
+        for item in scheduled:
+            begin, seq_tokens = len(token_ids), item.seq.tokens
+            token_ids += seq_tokens[item.start : item.end]
+            if item.end > len(seq_tokens):
+                token_ids.append(0)
+            num_prompt = len(item.prompt_rows)
+            if num_prompt:
+                logit_rows += [begin + row for row in item.prompt_rows]
             if item.samples:
-                logit_rows.append(begin + item.num_tokens - 1)
-            rows.append(LogitRows(first, len(item.prompt_rows), item.samples))
-            first = rows[-1].end
+                logit_rows.append(len(token_ids) - 1)
+            rows.append(LogitRows(first, num_prompt, item.samples))
+            first = len(logit_rows)
         batch = StepBatch(
-            token_ids=torch.tensor(token_ids, dtype=torch.int64),
+            token_ids=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
             query_starts=torch.from_numpy(query_starts),
             context_lens=torch.from_numpy(context_lens),
             block_tables=torch.from_numpy(tables),
             slot_mapping=torch.from_numpy(tables[seqs, pages] * self._page_size + offsets),
             state_slots=torch.from_numpy(self._slots[lines]),
-            logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+            logit_rows=torch.from_numpy(np.array(logit_rows, dtype=np.int64)),
         )
-        batch.__dict__["max_visible"] = int(ends.max())  # all layers ask
+        batch.__dict__["max_visible"] = longest  # all layers ask
         return batch, rows
 
     def _updated(self, item: Scheduled) -> int:
@@ -96,8 +100,6 @@ class BatchState:
 
 def fill_in(batch: StepBatch, scheduled: list[Scheduled]) -> None:
     """Puts in the tokens that were being chosen when the batch was made."""
-    ends = batch.query_starts[1:].tolist()
-    token_ids = batch.token_ids.numpy()
-    for item, end in zip(scheduled, ends, strict=True):
-        if item.samples:
-            token_ids[end - 1] = item.seq.tokens[item.end - 1]
+    late = [i for i, item in enumerate(scheduled) if item.samples]
+    rows = batch.query_starts.numpy()[1:][late] - 1
+    batch.token_ids.numpy()[rows] = [scheduled[i].seq.tokens[scheduled[i].end - 1] for i in late]

@@ -370,7 +370,7 @@ class EngineCore:
 
     def _count(self, result: StepResult, seconds: float) -> None:
         counters = self._counters
-        num_tokens = sum(one.item.num_tokens for one in result.sequences)
+        num_tokens = sum(one.item.end - one.item.start for one in result.sequences)
         counters.num_steps += 1
         counters.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         counters.num_step_tokens += num_tokens

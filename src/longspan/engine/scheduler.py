@@ -38,21 +38,17 @@ that work in chunks see the same chunks, and the same bits come out. A budget be
 
 @dataclass(frozen=True)
 class Scheduled:
-    """The tokens from `start` on of `seq`, for which there is room in `memory`."""
+    """The tokens `start` to `end` - 1 of `seq`, for which there is room in `memory`."""
 
     seq: Sequence
     memory: SequenceMemory
     line: int  # of `BatchState`
     start: int
-    num_tokens: int
+    end: int
     samples: bool  # its last row predicts a token that is to be chosen
     prompt_rows: range  # of its rows, those that predict prompt tokens whose log-probabilities are wanted
     state_slot: int | None = None  # where the state after these tokens is to be copied
     new_pages: tuple[int, ...] = ()  # with it, those filled since the last state that was kept
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
 
 
 class Scheduler:
@@ -104,13 +100,22 @@ class Scheduler:
         """The work of one step. Empty if there is none, or if all of it depends on the step in flight."""
         step = _Step(self._max_num_batched_tokens)
         self._admit_outranking()
-        for seq in [seq for seq in self.running if seq.num_uncomputed == 1 and not self._ends_in_flight(seq)]:
+        decoding, prompts = [], []
+        for seq in self.running:
+            num_uncomputed = seq.num_uncomputed
+            if num_uncomputed > 1:
+                prompts.append(seq)
+            elif num_uncomputed and not self._ends_in_flight(seq):
+                decoding.append(seq)
+        for seq in decoding:
             # In order, so who is preempted for a page has not been scheduled yet.
             if step.tokens_left and self._find_page(seq):
                 self._add(step, seq, 1)
         prompts_left = self.pace.limit(step.tokens_left) if step.scheduled else step.tokens_left
-        admitted = self._admit_waiting(prompts_left)
-        prompts = [seq for seq in self.running if seq.num_uncomputed > 1 or seq in admitted]
+        prompts = [seq for seq in prompts if seq.memory]
+        if self.waiting:
+            prompts += self._admit_waiting(prompts, prompts_left)
+            prompts.sort(key=_key)
         for seq, share in self._shares(prompts, prompts_left):
             prompts_left -= self._add(step, seq, min(share, prompts_left))
         return step.scheduled
@@ -160,7 +165,7 @@ class Scheduler:
                 new_pages = self._memory.kept_up_to(memory, end)
         samples = count == seq.num_uncomputed
         rows = seq.plan_prompt_logprobs(start, count)
-        step.add(Scheduled(seq, memory, seq.line, start, count, samples, rows, state_slot, new_pages))
+        step.add(Scheduled(seq, memory, seq.line, start, end, samples, rows, state_slot, new_pages))
         memory.num_tokens = end
         seq.num_in_flight += samples
         return count
@@ -171,20 +176,20 @@ class Scheduler:
             self._preempt(self.running[-1])
         return seq.memory is not None
 
-    def _admit_waiting(self, num_tokens: int) -> list[Sequence]:
+    def _admit_waiting(self, prompts: list[Sequence], num_tokens: int) -> list[Sequence]:
         """Admits in order, until there are prompts for `num_tokens` tokens or no memory is left; whom."""
-        prompts = [seq.num_uncomputed for seq in self.running if seq.num_uncomputed > 1]
+        sizes = [seq.num_uncomputed for seq in prompts]
         admitted: list[Sequence] = []
         for seq in list(self.waiting):
             # Two at least are looked after, so that a short prompt need not wait for a long one.
-            if num_tokens == 0 or (sum(prompts) >= num_tokens and len(prompts) > 1):
+            if num_tokens == 0 or (sum(sizes) >= num_tokens and len(sizes) > 1):
                 break
             if seq.num_in_flight or self._waits_for_another(seq):
                 continue
             if not self._admit(seq):
                 break
             admitted.append(seq)
-            prompts.append(seq.num_uncomputed)
+            sizes.append(seq.num_uncomputed)
         return admitted
 
     def _admit_outranking(self) -> None:
@@ -324,5 +329,5 @@ class _Step:
 
     def add(self, item: Scheduled) -> None:
         self.scheduled.append(item)
-        self.tokens_left -= item.num_tokens
+        self.tokens_left -= item.end - item.start
         self._logprob_rows_left -= len(item.prompt_rows)
