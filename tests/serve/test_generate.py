@@ -202,6 +202,21 @@ def test_what_sglangs_benchmark_sends_is_answered(server: Running) -> None:
     assert server.post("/flush_cache", {}).status_code == server.get("/flush_cache").status_code == 200
 
 
+def test_what_sglangs_router_adds_to_requests_changes_nothing(server: Running) -> None:
+    server.say("x")
+    off = dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), False)
+    assert generate(server, **off, model=None, log_metrics=True)["text"] == "x"
+    chat = {"separate_reasoning": True, "stream_reasoning": True, "no_stop_trim": False}
+    more = {"return_hidden_states": False, "skip_special_tokens": True, "ignore_eos": False}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "logprobs": False,
+        "continue_final_message": False,
+    }
+    assert server.post("/v1/chat/completions", body | chat | more).status_code == 200
+    assert server.post("/v1/completions", {"prompt": "x", "no_stop_trim": False} | more).status_code == 200
+
+
 def test_health_generate_makes_a_token(own_server: Running) -> None:
     for ask in (own_server.get, lambda path: own_server.post(path, {})):
         before = own_server.engine.stats.generation_tokens

@@ -22,6 +22,9 @@ REFUSED_EVERYWHERE = {
     "allowed_token_ids": Refused("Use `logit_bias` instead."),
     "bad_words": Refused("Use `logit_bias` instead."),
     "spaces_between_special_tokens": Refused("Leave it out; tokens are joined as they are.", (True, False)),
+    # SGLang's router sends them with every request.
+    "no_stop_trim": Refused("Use `include_stop_str_in_output`.", (False,)),
+    "return_hidden_states": Refused("They are not available; leave it out or send false.", (False,)),
 }
 REFUSED_IN_CHAT = {
     "skip_special_tokens": Refused("Markup is read, never shown; leave it out or send true.", (True,)),
@@ -36,6 +39,8 @@ REFUSED_IN_CHAT = {
     "store": _NO_STORE,
     "echo": Refused("Leave it out or send false.", (False,)),
     "chat_template": Refused("The format of this model family is fixed; use `chat_template_kwargs`."),
+    "separate_reasoning": Refused("Use `include_reasoning`.", (True,)),
+    "stream_reasoning": Refused("Use `include_reasoning`.", (True,)),
     "documents": Refused("Put documents into a message."),
 }
 REFUSED_IN_COMPLETIONS = {
