@@ -31,7 +31,7 @@ from longspan.errors import LongspanError
 from longspan.serve.metrics import Metrics
 from longspan.top.figures import GENERATED, History, compare, quantile
 from longspan.top.scrape import Snapshot, Source, parse
-from longspan.top.view import bar, duration, frame, number, size, sparks
+from longspan.top.view import bar, duration, frame, number, percent, size, sparks
 
 TEXT = "/v1/completions"
 
@@ -418,6 +418,7 @@ def test_numbers_sizes_and_times_are_short() -> None:
         "0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5120.0 TiB",
     ]  # fmt: skip
     assert [duration(x) for x in (0.00123, 0.05, 1.5, 75)] == ["1.23 ms", "50 ms", "1.50 s", "75 s"]
+    assert [percent(x) for x in (0, 0.001, 0.01, 0.5, 1)] == ["0%", "<1%", "1%", "50%", "100%"]
     assert (sparks([]), sparks([0, 0]), sparks([0, 1, 2])) == ("", "", "▁▅█")
 
 

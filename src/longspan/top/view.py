@@ -74,7 +74,7 @@ def _rate(figures: Figures, name: str, unit: str, more: str) -> str:
 
 def _hits(figures: Figures) -> str:
     hits = figures.prefix_hit_rate
-    return "" if hits is None else f"{hits:.0%} from the prefix cache"
+    return "" if hits is None else f"{percent(hits)} from the prefix cache"
 
 
 def _requests(figures: Figures) -> str:
@@ -107,12 +107,12 @@ def _arena(figures: Figures) -> RenderableType | None:
             return None
         used = figures.cache_usage
         strip = bar([(used, "█", "green"), (1 - used, *_FREE)])
-        return Text.assemble(strip, f"  {used:.0%} held by requests")
+        return Text.assemble(strip, f"  {percent(used)} held by requests")
     total = figures.arena["total"]
     kinds = [(figures.arena[kind] / total, *looks) for kind, looks in _ARENA.items()]
     strip = bar([(share, glyph, style) for share, _, glyph, style in kinds])
     legend = [
-        Text.assemble((f"{glyph} ", style), f"{name} {share:.0%}") for share, name, glyph, style in kinds
+        Text.assemble((f"{glyph} ", style), f"{name} {percent(share)}") for share, name, glyph, style in kinds
     ]
     gap = Text("  ")
     return Group(Text.assemble(strip, f"  of {size(total)}"), gap.join(legend[:2]), gap.join(legend[2:]))
@@ -137,11 +137,11 @@ def _totals(figures: Figures) -> str:
 def _latency(figures: Figures) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("latency", style="bold")
-    percents = list(next(iter(figures.latency.values())))
-    for percent in percents:
-        table.add_column(percent, justify="right", min_width=8)
+    columns = list(next(iter(figures.latency.values())))
+    for column in columns:
+        table.add_column(column, justify="right", min_width=8)
     for name, values in figures.latency.items():
-        table.add_row(_LATENCY_TITLES[name], *(duration(values[percent]) for percent in percents))
+        table.add_row(_LATENCY_TITLES[name], *(duration(values[column]) for column in columns))
     return table
 
 
@@ -171,6 +171,10 @@ def number(value: float) -> str:
     if value == round(value) or abs(value) >= 100:
         return f"{round(value):,}"
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
+
+
+def percent(share: float) -> str:
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def size(value: float) -> str:
