@@ -1,6 +1,6 @@
 """Takes the pictures of the page for the manual, in headless Chromium, from a server that is given some work.
 
-.venv/bin/longspan serve models/k31-tiny --cache-gib 0.05 &
+.venv/bin/longspan serve models/k31-tiny --cache-gib 0.04 &
 .venv/bin/python tools/page_pictures.py http://127.0.0.1:8000 docs
 """
 
@@ -19,7 +19,8 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
-SIZE: Any = {"width": 1280, "height": 860}
+SIZE: Any = {"width": 1280, "height": 900}
+CLIENTS = 8
 ENGINE_SECONDS = 45
 
 
@@ -56,13 +57,13 @@ def engine(page: Any, url: str, picture: Path) -> None:
     page.fill("#temperature", "0")
     page.click("nav [data-shows=engine]")
     deadline = time.monotonic() + ENGINE_SECONDS
-    clients = [threading.Thread(target=converse, args=(url, seed, deadline)) for seed in range(4)]
+    clients = [threading.Thread(target=converse, args=(url, seed, deadline)) for seed in range(CLIENTS)]
     for client in clients:
         client.start()
     for question in ("What is the opposite of hot?", "What is 128 + 256?", "What is 703 + 196?"):
         page.wait_for_timeout(1000 * ENGINE_SECONDS / 5)
         ask(page, question)
-    page.wait_for_timeout(1000 * max(0, deadline - time.monotonic() - 1))
+    page.wait_for_selector("#engine svg[aria-label*=' running']:not([aria-label^='0 '])")
     page.screenshot(path=picture)
     for client in clients:
         client.join()
@@ -87,7 +88,7 @@ def converse(url: str, seed: int, deadline: float) -> None:
         with urllib.request.urlopen(f"{url}/v1/chat/completions", body) as answer:
             message = json.load(answer)["choices"][0]["message"]
         messages.append({"role": "assistant", "content": message["content"] or ""})
-        time.sleep(rng.random() * 2)
+        time.sleep(rng.random())
 
 
 if __name__ == "__main__":

@@ -159,6 +159,10 @@ def test_an_answer_in_json_is_shown_as_it_is(server: Running, visit: Visit) -> N
     server.say(f'{THINK_END}{{"a": "*b* _c_"}}')
     visit.ask("One")
     assert visit.texts(".content pre") == ['{"a": "*b* _c_"}']
+    visit.refusals_expected = True
+    visit.set(temperature="20000")
+    visit.ask("Two")
+    assert visit.page.locator(".content pre").count() == 1  # no empty box beside the error
 
 
 def test_leaving_the_page_in_the_middle_keeps_what_came_and_frees_the_engine(

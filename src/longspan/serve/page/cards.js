@@ -15,8 +15,8 @@ const LATENCIES = [
 const HOLDERS = [
   ["Pages, running", "page-running", { kind: "page", owner: "running" }],
   ["Pages, cached", "page-cached", { kind: "page", owner: "cached" }],
-  ["KDA states, running", "state-running", { kind: "state", owner: "running" }],
-  ["KDA states, cached", "state-cached", { kind: "state", owner: "cached" }],
+  ["States, running", "state-running", { kind: "state", owner: "running" }],
+  ["States, cached", "state-cached", { kind: "state", owner: "cached" }],
 ];
 
 export const makeCards = () => [throughput(), requests(), memory(), prefixCache(), latency(), steps()];
@@ -68,40 +68,34 @@ function requests() {
   return { node, update };
 }
 
+/** The arena by kind and owner, and the host pool; a share alone where the server says no more (vLLM's). */
 function memory() {
-  const arena = new StackedBar([...HOLDERS, ["Free", "free"]]);
-  const swap = new StackedBar([
-    ["Swapped out", "state-running"],
-    ["Free", "free"],
+  const arena = titledBar("Arena", HOLDERS);
+  const pool = titledBar("Host pool", [["Swapped out", "state-running"]]);
+  const share = new Figures([
+    ["Held by running requests", (now) => now.value("vllm:kv_cache_usage_perc"), percent],
   ]);
-  const [total, swapTotal] = [el("span", { class: "hint" }), el("span", { class: "hint" })];
-  const pool = el("div", {}, el("div", { class: "row" }, el("span", {}, "Host pool"), swapTotal), swap.node);
-  const share = el("p", { class: "hint" });
-  const node = card(
-    "Memory",
-    el("div", { class: "row" }, el("span", {}, "Arena"), total),
-    arena.node,
-    share,
-    pool,
-  );
+  const node = card("Memory", arena.node, pool.node, share.node);
   const update = (now) => {
-    const size = now.value("longspan:arena_total_bytes");
-    const used = now.value("vllm:kv_cache_usage_perc");
-    share.textContent = used === null ? "" : `Running requests hold ${percent(used)}.`;
-    if (size) {
-      const held = HOLDERS.map(([, , labels]) => now.value("longspan:arena_bytes", labels) ?? 0);
-      arena.update([...held, Math.max(0, size - held.reduce((a, b) => a + b))], bytes);
-      total.textContent = bytes(size);
-    }
-    arena.node.hidden = total.parentNode.hidden = !size;
-    const poolSize = now.value("longspan:swap_total_bytes");
-    pool.hidden = !poolSize;
-    if (poolSize) {
-      const held = now.value("longspan:swap_bytes") ?? 0;
-      swap.update([held, poolSize - held], bytes);
-      swapTotal.textContent = bytes(poolSize);
-    }
-    return size !== null || used !== null;
+    const held = HOLDERS.map(([, , labels]) => now.value("longspan:arena_bytes", labels) ?? 0);
+    const known = arena.update(now.value("longspan:arena_total_bytes"), held);
+    pool.update(now.value("longspan:swap_total_bytes"), [now.value("longspan:swap_bytes") ?? 0]);
+    share.node.hidden = known || !share.update(now);
+    return known || !share.node.hidden;
+  };
+  return { node, update };
+}
+
+/** A bar below its name and its size. Without a size there is nothing to show; then `update` returns false. */
+function titledBar(name, parts) {
+  const bar = new StackedBar(parts);
+  const total = el("span", { class: "hint" });
+  const node = el("div", {}, el("div", { class: "row" }, el("span", {}, name), total), bar.node);
+  const update = (size, held) => {
+    node.hidden = !size;
+    if (size) bar.update(size, held, bytes);
+    total.textContent = bytes(size ?? 0);
+    return !node.hidden;
   };
   return { node, update };
 }

@@ -42,20 +42,22 @@ export class Lines {
   }
 }
 
-/** A bar of parts with a legend; `parts` are [name, class]. */
+/** A bar of parts with a legend; `parts` are [name, class]. What they leave of the whole is free. */
 export class StackedBar {
   constructor(parts) {
-    this.segments = parts.map(([, kind]) => el("span", { class: kind }));
-    this.values = parts.map(() => el("dd"));
-    const entries = parts.map(([name, kind], i) =>
+    const all = [...parts, ["Free", "free"]];
+    this.segments = all.map(([, kind]) => el("span", { class: kind }));
+    this.values = all.map(() => el("dd"));
+    const entries = all.map(([name, kind], i) =>
       el("div", {}, el("dt", {}, el("i", { class: kind }), name), this.values[i]),
     );
     this.bar = el("div", { class: "bar", "aria-hidden": "true" }, this.segments);
     this.node = el("div", {}, this.bar, el("dl", { class: "legend" }, entries));
   }
 
-  update(sizes, format) {
-    sizes.forEach((size, i) => {
+  update(whole, sizes, format) {
+    const free = Math.max(0, whole - sizes.reduce((a, b) => a + b));
+    [...sizes, free].forEach((size, i) => {
       this.segments[i].style.flexGrow = size;
       this.values[i].textContent = format(size);
     });

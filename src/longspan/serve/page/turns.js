@@ -73,8 +73,8 @@ export class AnswerTurn {
     const { message } = this;
     this.node.setAttribute("aria-busy", live);
     this.#showReasoning(live);
-    if (message.meta.json) this.content.replaceChildren(codeBlock(message.content, "json"));
-    else this.markdown.update(message.content);
+    if (!message.meta.json) this.markdown.update(message.content);
+    else if (message.content) this.content.replaceChildren(codeBlock(message.content, "json"));
     this.#showCalls();
     this.foot.replaceChildren(el("span", { class: "stats" }, statsText(message.meta, live)));
   }
