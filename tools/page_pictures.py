@@ -1,7 +1,9 @@
-"""Takes the pictures of the page for the manual, in headless Chromium, from a server that is given some work.
+"""Takes the pictures of the page for the manual, in headless Chromium, from a server that is given some work:
 
-.venv/bin/longspan serve models/k31-tiny --cache-gib 0.04 &
-.venv/bin/python tools/page_pictures.py http://127.0.0.1:8000 docs
+    .venv/bin/longspan serve models/k31-tiny --cache-gib 0.04 &
+    .venv/bin/python tools/page_pictures.py http://127.0.0.1:8000 docs
+
+It needs Chromium (`apt-get install chromium`).
 """
 
 from __future__ import annotations
