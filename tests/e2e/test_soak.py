@@ -22,6 +22,6 @@ def test_a_server_under_mixed_load_answers_as_if_alone_and_holds_nothing_at_the_
     report = tmp_path / "soak.md"
     options = ["--minutes", MINUTES, "--pool", "20", "--report", str(report)]
     code = main([*options, "--", "--threads", "1"])
-    assert code == 0, capsys.readouterr()
+    assert code == 0, capsys.readouterr().out
     assert report.with_suffix(".png").stat().st_size > 0
     assert "**WRONG**" not in report.read_text()

@@ -78,7 +78,7 @@ def check(document: dict[str, Any], path: str, response: httpx.Response) -> None
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     """The JSON objects of a stream, which must have ended in order."""
     assert response.text.endswith("\n\n")
-    lines = [line for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line for line in response.text.split("\n") if line.startswith("data: ")]
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
 
 

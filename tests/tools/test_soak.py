@@ -5,46 +5,63 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from soak.answers import Answer, Choice, Failure, streamed, whole
-from soak.client import _dechunked, _read_stream
+from soak.answers import Answer, Choice, Failure
+from soak.client import _dechunked
 from soak.load import Ledger, Load, Outage
 from soak.misuse import misuses
-from soak.workload import CHAT, TEXT, Case
-from support.scripted import ROOT, Reciter, Running, ScriptedModel, running_server
+from soak.protocols import CHAT, GENERATE, MESSAGES, PROTOCOLS, RESPONSES, TEXT
+from soak.workload import Case
+from support.fake_model import FakeModel
+from support.scripted import ROOT, Running, running_server
 
 from longspan.chat import Tokenizer
+from longspan.config import load_config
 
 CASES = [
     Case("short", TEXT, {"prompt": "x", "max_tokens": 30, "temperature": 0}),
-    Case("chat", CHAT, {"messages": [{"role": "user", "content": "x"}], "temperature": 0}),
+    Case(
+        "chat",
+        CHAT,
+        {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_completion_tokens": 20},
+    ),
+    Case("responses", RESPONSES, {"input": "x", "max_output_tokens": 20, "temperature": 0}),
+    Case(
+        "messages",
+        MESSAGES,
+        {"messages": [{"role": "user", "content": "x"}], "max_tokens": 20, "temperature": 0},
+    ),
+    Case("generate", GENERATE, {"text": "x", "sampling_params": {"temperature": 0, "max_new_tokens": 9}}),
 ]
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}
 
 
-def load_of(server: Running, wrong: str | None, seconds: float = 1.5) -> Ledger:
+def load_of(server: Running, wrong: str | None, seconds: float = 1.0) -> Ledger:
     """The ledger after a load whose pool has an answer altered, of the kind `wrong`."""
-    server.say("thought<|close|>think<|sep|><|open|>response<|sep|>answer<|close|>response<|sep|>")
-    pool = [(case, whole(server.post(case.path, case.body).json())) for case in CASES]
+    pool = [(case, PROTOCOLS[case.path].whole(server.post(case.path, case.body).json())) for case in CASES]
     for i, (case, answer) in enumerate(pool):
         if case.kind == wrong:
             choice = replace(answer.choices[0], text=answer.choices[0].text + "!")
             pool[i] = case, replace(answer, choices={0: choice})
     ledger = Ledger()
-    load = Load(
-        server.url, pool, misuses(2**20), ledger, seed=1, num_clients=3, burst=30, fields={"messages"}
-    )
+    load = Load(server.url, pool, misuses(2**20), ledger, seed=1, num_clients=3, burst=30)
     asyncio.run(load.run(seconds))
     asyncio.run(load.check_all())
     return ledger
 
 
-@pytest.mark.parametrize("wrong", [None, "short", "chat"])
+@pytest.mark.parametrize("wrong", [None, "chat"])
 def test_an_answer_that_is_not_the_known_one_is_a_violation(wrong: str | None) -> None:
     tokenizer = Tokenizer.from_dir(ROOT / "models/k31-tiny")
-    model = ScriptedModel(tokenizer, Reciter(tokenizer))
+    config = replace(load_config(ROOT / "tests/data/k31-text"), vocab_size=tokenizer.vocab_size)
+    model = FakeModel(config)
     with running_server(model, tokenizer, num_slots=4, max_queue=8, max_body_bytes=2**20) as server:
         ledger = load_of(server, wrong)
     assert ledger.total("right") > 0
@@ -56,16 +73,18 @@ def test_an_answer_that_is_not_the_known_one_is_a_violation(wrong: str | None) -
 @pytest.mark.parametrize(
     ("usage", "finish", "problem"),
     [
-        (USAGE, "stop", None),
-        (USAGE | {"total_tokens": 6}, "stop", "add up"),
-        (USAGE | {"prompt_tokens_details": {"cached_tokens": 4}}, "stop", "impossible"),
-        (USAGE | {"completion_tokens_details": {"reasoning_tokens": 3}}, "stop", "impossible"),
-        (USAGE, None, "no finish_reason"),
+        ((3, 2, 1, 5, 0), "stop", None),
+        ((3, 2, 1, 6, 0), "stop", "add up"),
+        ((3, 2, 1, 5, 4), "stop", "impossible"),
+        ((3, 2, 3, 5, 0), "stop", "impossible"),
+        ((3, 2, 1, 5, 0), None, "no finish_reason"),
     ],
 )
-def test_impossible_answers_are_seen(usage: dict[str, Any], finish: str | None, problem: str | None) -> None:
+def test_impossible_answers_are_seen(
+    usage: tuple[int, int, int, int, int], finish: str | None, problem: str | None
+) -> None:
     answer = Answer(choices={0: Choice(finish_reason=finish)})
-    answer.set_usage(usage)
+    answer.set_usage(*usage)
     found = answer.problem()
     assert found is None if problem is None else found and problem in found
 
@@ -73,13 +92,15 @@ def test_impossible_answers_are_seen(usage: dict[str, Any], finish: str | None, 
 def test_a_stream_without_its_end_is_no_answer() -> None:
     item = {"index": 0, "text": "a", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     event = f"data: {json.dumps({'choices': [item], 'usage': USAGE})}\n\n"
-    done = _read_stream(event + "data: [DONE]\n\n")
+    openai = PROTOCOLS[TEXT]
+    done = openai.read_stream(event + "data: [DONE]\n\n")
     assert isinstance(done, Answer) and done.choices[0].text == "a"
-    assert _read_stream(event) == Failure(0, f"no error object of status None: {event.strip()[6:]!r}")
+    cut = openai.read_stream(event)
+    assert isinstance(cut, Failure) and cut.status == 0
     error = {"error": {"code": 503, "message": "gone"}}
-    assert _read_stream(event + f"data: {json.dumps(error)}\n\n") == Failure(503, "gone")
+    assert openai.read_stream(event + f"data: {json.dumps(error)}\n\n") == Failure(503, "gone")
     with pytest.raises(ValueError, match="after the end"):
-        streamed([{"choices": [item]}, {"choices": [item]}])
+        openai.streamed([{"choices": [item]}, {"choices": [item]}])
 
 
 def test_chunks_are_joined() -> None:

@@ -5,7 +5,8 @@ Run from the repository's root: `make soak`, or `cd tools && ../.venv/bin/python
 | file | owns |
 |---|---|
 | `server.py` | the server as a process, and what the system says of it |
-| `answers.py` | answers in one form, whether they came whole or as a stream |
+| `answers.py` | answers in one form, without what differs from run to run |
+| `protocols.py` | the answers of each route in that form, whole and as streams |
 | `workload.py` | the pool of requests whose answers are known |
 | `misuse.py` | requests that must be refused, and how |
 | `client.py` | ways to ask: whole, streamed, slowly read, left in the middle |

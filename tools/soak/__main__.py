@@ -7,7 +7,6 @@ import asyncio
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,18 +14,18 @@ from pathlib import Path
 
 import httpx
 
-from soak.answers import Answer, whole
+from soak.answers import Answer
 from soak.load import Ledger, Load, Outage
 from soak.misuse import misuses
 from soak.monitor import Monitor, settled, wait_until_idle
+from soak.protocols import PROTOCOLS
 from soak.report import MIB, Report, latencies
-from soak.server import COMMAND, Server, Usage, serving
-from soak.workload import CHAT, Case, Workload, text_of
+from soak.server import Server, Usage, serving
+from soak.workload import Case, Workload, text_of
 
 ROOT = Path(__file__).parents[2]
 _MOST_BODY_MIB = 1
 _RECOVERY_SECONDS = 60.0
-_NO_CACHE = "--no-enable-prefix-caching"
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -40,6 +39,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-queue", type=int, default=24, help="of the server")
     parser.add_argument("--cache-gib", type=float, default=0.006, help="small: memory must be fought for")
     parser.add_argument("--page-size", type=int, default=16, help="of the server")
+    parser.add_argument("--snapshot-interval", type=int, default=128, help="of the server")
     parser.add_argument("--max-model-len", type=int, default=3072, help="of the server")
     parser.add_argument("--clients", type=int, default=20, help="that ask at the same time")
     parser.add_argument("--kill-worker", action="store_true", help="kill the engine's process once")
@@ -56,7 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = [
         *("--dtype", "float32", "--max-num-seqs", str(args.max_num_seqs), "--max-queue", str(args.max_queue)),
         *("--cache-gib", str(args.cache_gib), "--max-model-len", str(args.max_model_len)),
-        *("--max-body-mib", str(_MOST_BODY_MIB), "--page-size", str(args.page_size), *args.flags),
+        *("--max-body-mib", str(_MOST_BODY_MIB), "--page-size", str(args.page_size)),
+        *("--snapshot-interval", str(args.snapshot_interval), *args.flags),
     ]
     pool = _known_answers(args)
     with serving(args.model, *flags) as server:
@@ -88,33 +89,22 @@ def _shown(model: Path) -> str:
 
 
 def _known_answers(args: argparse.Namespace) -> list[tuple[Case, Answer]]:
-    """Those of lone runs: one request at a time, without a prefix cache where that can be had."""
+    """Those of lone runs: one request at a time, without a prefix cache."""
     flags = ["--dtype", "float32", "--max-model-len", str(args.max_model_len), *args.flags]
-    offered = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, check=True).stdout
-    if _NO_CACHE in offered:
-        flags.append(_NO_CACHE)
+    flags.append("--no-enable-prefix-caching")
     with serving(args.model, *flags) as server, httpx.Client(base_url=server.url, timeout=300) as client:
 
         def ask(case: Case) -> Answer:
             response = client.post(case.path, json=case.body)
             if response.status_code != 200:
                 raise RuntimeError(f"{case} was refused: {response.text[:1000]}")
-            return whole(response.json())
+            return PROTOCOLS[case.path].whole(response.json())
 
         start = time.monotonic()
-        workload = Workload(args.seed, text_of(args.model), _fields(server))
+        workload = Workload(args.seed, text_of(args.model))
         pool = list(workload.pool(args.pool, ask))
     print(f"{len(pool)} answers known after {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
     return pool
-
-
-def _fields(server: Server) -> set[str]:
-    """What the chat route takes, by the server's own account."""
-    document = httpx.get(f"{server.url}/openapi.json").json()
-    body = document["paths"][CHAT]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    if "$ref" in body:
-        body = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]
-    return set(body["properties"])
 
 
 async def _soak(
@@ -128,7 +118,6 @@ async def _soak(
         seed=args.seed,
         num_clients=args.clients,
         burst=args.max_num_seqs + args.max_queue + 10,
-        fields=_fields(server),
     )
     # Threads and buffers that come with the first requests are no leak.
     await load.run(min(args.minutes * 6, 15))
@@ -195,6 +184,8 @@ def _judge(args: argparse.Namespace, report: Report, before: Usage, after: Usage
         report.check("failed health checks", monitor.unhealthy, monitor.unhealthy == 0)
     counted = [sample.metrics["vllm:num_preemptions_total"] for sample in monitor.samples if sample.metrics]
     report.check("preemptions, forced by the small cache", f"{max(counted):.0f}", max(counted) > 0)
+    cached = ledger.num_cached_tokens
+    report.check("prompt tokens of right answers that came from the prefix cache", cached, cached > 0)
     report.check("requests that got 429", ledger.total("429"), ledger.total("429") > 0)
 
 

@@ -1,8 +1,7 @@
-"""Answers in one form, whether they came whole or as a stream, without what differs from run to run."""
+"""Answers of all routes in one form, without what differs from run to run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,11 +47,9 @@ class Answer:
     def choice(self, index: int) -> Choice:
         return self.choices.setdefault(index, Choice())
 
-    def set_usage(self, usage: dict[str, Any]) -> None:
-        details = usage.get("completion_tokens_details") or {}
-        self.usage = usage["prompt_tokens"], usage["completion_tokens"], details.get("reasoning_tokens", 0)
-        self.total = usage["total_tokens"]
-        self.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    def set_usage(self, prompt: int, completion: int, reasoning: int, total: int, cached: int) -> None:
+        self.usage = prompt, completion, reasoning
+        self.total, self.cached = total, cached
 
     def problem(self) -> str | None:
         """What can't be right whatever was asked."""
@@ -67,48 +64,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Failure:
-    """No answer: the status, or that of the error event that ended a stream (0: the connection broke)."""
+    """No answer: the status, or that of the error event that ended a stream (0: it ended without a word)."""
 
     status: int
     message: str
-
-
-def whole(body: dict[str, Any]) -> Answer:
-    """The answer in a response of either OpenAI route."""
-    answer = Answer()
-    answer.set_usage(body["usage"])
-    for item in body["choices"]:
-        choice = answer.choice(item["index"])
-        message = item.get("message", {})
-        choice.text = item.get("text") or message.get("content") or ""
-        choice.reasoning = message.get("reasoning_content") or ""
-        calls = [call["function"] for call in message.get("tool_calls") or ()]
-        choice.calls = [[call["name"], call["arguments"]] for call in calls]
-        choice.add_logprobs(item["logprobs"])
-        choice.finish_reason, choice.stop_reason = item["finish_reason"], item["stop_reason"]
-    return answer
-
-
-def streamed(events: Iterable[dict[str, Any]]) -> Answer:
-    """The answer that the events of a stream add up to."""
-    answer = Answer()
-    for event in events:
-        if event.get("usage"):
-            answer.set_usage(event["usage"])
-        for item in event["choices"]:
-            _add(answer.choice(item["index"]), item)
-    return answer
-
-
-def _add(choice: Choice, item: dict[str, Any]) -> None:
-    if choice.finish_reason:
-        raise ValueError(f"something came after the end of choice {item['index']}: {item}")
-    delta = item.get("delta", {})
-    choice.text += item.get("text") or delta.get("content") or ""
-    choice.reasoning += delta.get("reasoning_content") or ""
-    for call in delta.get("tool_calls") or ():
-        if call["index"] == len(choice.calls):
-            choice.calls.append([call["function"]["name"], ""])
-        choice.calls[call["index"]][1] += call["function"]["arguments"]
-    choice.add_logprobs(item["logprobs"])
-    choice.finish_reason, choice.stop_reason = item["finish_reason"], item.get("stop_reason")

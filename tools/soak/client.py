@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from soak.answers import Answer, Failure, streamed, whole
+from soak.answers import Answer, Failure
+from soak.protocols import PROTOCOLS, failure
 
 _PATIENCE = 300.0  # seconds without a byte, after which a server counts as hung
 _SMALL_BUFFER = 4096  # bytes that a slow reader's kernel takes in advance
-STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class Client:
@@ -41,19 +41,20 @@ class Client:
         """The whole answer."""
         response = await self._http.post(path, json=body)
         if response.status_code != 200:
-            return _failure(response.text, response.status_code)
-        return whole(response.json())
+            return failure(response.text, response.status_code)
+        return PROTOCOLS[path].whole(response.json())
 
     async def ask_streaming(self, path: str, body: dict[str, Any]) -> Answer | Failure:
         """The answer that a stream adds up to."""
-        async with self._http.stream("POST", path, json=body | STREAMED) as response:
-            text = (await response.aread()).decode()
-        return _read_stream(text) if response.status_code == 200 else _failure(text, response.status_code)
+        response = await self._http.post(path, json=body | PROTOCOLS[path].stream)
+        if response.status_code != 200:
+            return failure(response.text, response.status_code)
+        return PROTOCOLS[path].read_stream(response.text)
 
     async def ask_slowly(self, path: str, body: dict[str, Any], pause: float) -> Answer | Failure:
         """As `ask_streaming`, but takes a little at a time, with pauses."""
         reader, writer = await self._connect(_SMALL_BUFFER)
-        writer.write(_post(path, body | STREAMED))
+        writer.write(_post(path, body | PROTOCOLS[path].stream))
         parts = []
         with suppress(ConnectionError):
             while part := await asyncio.wait_for(reader.read(1500), _PATIENCE):
@@ -64,7 +65,7 @@ class Client:
         chunked = b"transfer-encoding: chunked" in head.lower()
         text = (_dechunked(rest) if chunked else rest).decode()
         status = int((head.split() or [b"", b"0"])[1])
-        return _read_stream(text) if status == 200 else _failure(text, status)
+        return PROTOCOLS[path].read_stream(text) if status == 200 else failure(text, status)
 
     async def leave(self, path: str, body: dict[str, Any], chance: random.Random) -> None:
         """Asks and hangs up: in the middle of asking, of waiting, or of being answered."""
@@ -122,21 +123,3 @@ def _dechunked(data: bytes) -> bytes:
         parts.append(data[:length])
         data = data[length + 2 :]
     return b"".join(parts)
-
-
-def _read_stream(text: str) -> Answer | Failure:
-    *events, last = text.removesuffix("\n\n").split("\n\n")
-    if last != "data: [DONE]":
-        return _failure(last.removeprefix("data: "), None)
-    return streamed(json.loads(event.removeprefix("data: ")) for event in events)
-
-
-def _failure(text: str, status: int | None) -> Failure:
-    """`status` None: of an event in a stream, which names its own."""
-    try:
-        error = json.loads(text)["error"]
-        if status in (None, error["code"]):
-            return Failure(error["code"], error["message"])
-    except (ValueError, KeyError, TypeError):
-        pass
-    return Failure(0, f"no error object of status {status}: {text[:200]!r}")

@@ -16,12 +16,15 @@ import httpx
 from soak.answers import Answer, Failure
 from soak.client import Client
 from soak.misuse import Misuse
-from soak.workload import TEXT, Case
+from soak.protocols import CHAT, GENERATE, RESPONSES, TEXT, failure
+from soak.workload import Case
 
 _SHOWN = 5  # violations of each kind
 _BURST_SECONDS = 15.0
+_PATIENCE_SECONDS = 0.3  # before a client asks again that was told of an outage
 _DEADLINES = (0.002, 0.02, 0.1, 0.5)
 _SALTS = ("", "red", "blue")
+_ABORTABLE = {CHAT: "request_id", TEXT: "request_id", GENERATE: "rid"}  # route -> field for a name
 
 
 @dataclass
@@ -70,9 +73,8 @@ class Load:
         seed: int,
         num_clients: int,
         burst: int,
-        fields: set[str],
     ) -> None:
-        """`burst`: requests at once that are more than the server takes. `fields` of the chat route."""
+        """`burst`: requests at once that are more than the server takes."""
         self._url = url
         self._pool = pool
         self._misuses = misuses
@@ -80,7 +82,6 @@ class Load:
         self._random = random.Random(seed)
         self._num_clients = num_clients
         self._burst_size = burst
-        self._fields = fields
         self.outages: list[Outage] = []
         self._actions: list[tuple[int, Callable[[], Any]]] = [
             (55, self._answered),
@@ -89,7 +90,8 @@ class Load:
             (8, self._misused),
             (4, self._tokens),
             (3, self._unseeded),
-            (5 if "timeout" in fields else 0, self._deadline),
+            (3, self._aborted),
+            (5, self._deadline),
         ]
 
     async def run(self, seconds: float) -> None:
@@ -122,19 +124,19 @@ class Load:
         short = [item for item in self._pool if item[0].kind == "short"]
         while time.monotonic() + pause < end:
             await asyncio.sleep(pause)
-            before = self._ledger.counts["burst", "429"]
+            before, start = self._ledger.counts["burst", "429"], time.monotonic()
             asked = [self._random.choice(short) for _ in range(self._burst_size)]
             await asyncio.gather(
                 *(self._expect("burst", case, answer, self._client.ask, case.body) for case, answer in asked)
             )
-            if self._ledger.counts["burst", "429"] == before:
+            if self._ledger.counts["burst", "429"] == before and not self._excused(start):
                 self._ledger.violate("burst", f"none of {self._burst_size} requests at once got 429")
 
     async def _answered(self) -> None:
         case, expected = self._random.choice(self._pool)
         ask = self._random.choice([self._client.ask, self._client.ask_streaming])
         kind = f"{case.kind}, {'whole' if ask == self._client.ask else 'stream'}"
-        await self._expect(kind, case, expected, ask, case.body | self._dressing())
+        await self._expect(kind, case, expected, ask, case.body | self._dressing(case.path))
 
     async def _slowly(self) -> None:
         case, expected = self._random.choice(self._pool)
@@ -143,13 +145,14 @@ class Load:
         async def ask(path: str, body: dict[str, Any]) -> Answer | Failure:
             return await self._client.ask_slowly(path, body, pause)
 
-        await self._expect("slow reader", case, expected, ask, case.body | self._dressing())
+        await self._expect("slow reader", case, expected, ask, case.body | self._dressing(case.path))
 
     async def _left(self) -> None:
         case, _ = self._random.choice(self._pool)
         stream = {"stream": True} if self._random.random() < 0.6 else {}
-        more = {"max_tokens": 400, "ignore_eos": True} if "max_completion_tokens" not in case.body else {}
-        await self._client.leave(case.path, case.body | more | stream | self._dressing(), self._random)
+        more = {"max_tokens": 400, "ignore_eos": True} if "max_tokens" in case.body else {}
+        body = case.body | more | stream | self._dressing(case.path)
+        await self._client.leave(case.path, body, self._random)
         self._ledger.count("left in the middle", "left")
 
     async def _misused(self) -> None:
@@ -160,7 +163,7 @@ class Load:
         shown = f"{wrong.method} {wrong.path} {wrong.content[:80]!r}: {response.status_code}"
         if response.status_code not in allowed:
             self._ledger.violate("bad request", f"{shown}, expected {wrong.statuses}: {response.text[:300]}")
-        elif response.json()["error"]["code"] != response.status_code:
+        elif failure(response.text, response.status_code).status != response.status_code:
             self._ledger.violate("bad request", f"{shown} in {response.text[:300]}")
         else:
             self._ledger.count("bad request", "refused")
@@ -173,7 +176,7 @@ class Load:
         for path, answer in (("/tokenize", "tokens"), ("/detokenize", "prompt")):
             response = await self._client.request("POST", path, json.dumps(given).encode())
             if response.status_code != 200:
-                self._fail("tokenize", Failure(response.status_code, response.text[:200]), start)
+                await self._fail("tokenize", Failure(response.status_code, response.text[:200]), start)
                 return
             given = {answer: response.json()[answer]}
         if given["prompt"] != text:
@@ -187,7 +190,7 @@ class Load:
         start = time.monotonic()
         answer = await self._client.ask_streaming(TEXT, body)
         if isinstance(answer, Failure):
-            self._fail("unseeded", answer, start)
+            await self._fail("unseeded", answer, start)
         elif problem := answer.problem():
             self._ledger.violate("unseeded", problem)
         else:
@@ -196,17 +199,32 @@ class Load:
     async def _deadline(self) -> None:
         """Either in time, and then right, or 504."""
         case, expected = self._random.choice(self._pool)
-        ask = self._random.choice([self._client.ask, self._client.ask_streaming])
+        # A stream of Responses does not say which status its failure would have.
+        may_stream = case.path != RESPONSES and self._random.random() < 0.5
+        ask = self._client.ask_streaming if may_stream else self._client.ask
         body = case.body | {"timeout": self._random.choice(_DEADLINES)}
         await self._expect("deadline", case, expected, ask, body, allowed=(504,))
 
-    def _dressing(self) -> dict[str, Any]:
+    async def _aborted(self) -> None:
+        """Ended by name: right if it was faster; else 499 or, from SGLang's route, an answer that says so."""
+        case, expected = self._random.choice([item for item in self._pool if item[0].path in _ABORTABLE])
+        name = f"soak-{self._random.getrandbits(64):x}"
+        body = case.body | {_ABORTABLE[case.path]: name}
+        start = time.monotonic()
+        asking = asyncio.create_task(self._client.ask(case.path, body))
+        await asyncio.sleep(self._random.random() ** 2)
+        await self._client.request("POST", "/abort_request", json.dumps({"rid": name}).encode())
+        answer = await asking
+        if isinstance(answer, Answer) and "abort" in (it.finish_reason for it in answer.choices.values()):
+            self._ledger.count("abort", "told")
+        else:
+            await self._judge("abort", answer, expected, body, start, allowed=(499,))
+
+    def _dressing(self, path: str) -> dict[str, Any]:
         """What must not change an answer."""
-        dressing: dict[str, Any] = {"user": "soak"}
-        if "priority" in self._fields:
-            dressing["priority"] = self._random.randint(-2, 2)
-        if "cache_salt" in self._fields and self._random.random() < 0.2:
-            dressing["cache_salt"] = self._random.choice(_SALTS)
+        dressing: dict[str, Any] = {"priority": self._random.randint(-2, 2)}
+        if self._random.random() < 0.2:
+            dressing["extra_key" if path == GENERATE else "cache_salt"] = self._random.choice(_SALTS)
         return dressing
 
     async def _expect(
@@ -220,8 +238,20 @@ class Load:
     ) -> None:
         start = time.monotonic()
         answer = await ask(case.path, body)
+        await self._judge(kind, answer, expected, body, start, allowed)
+
+    async def _judge(
+        self,
+        kind: str,
+        answer: Answer | Failure,
+        expected: Answer,
+        body: dict[str, Any],
+        start: float,
+        allowed: tuple[int, ...] = (),
+    ) -> None:
+        """Counts an answer as right, wrong or excused."""
         if isinstance(answer, Failure):
-            self._fail(kind, answer, start, allowed)
+            await self._fail(kind, answer, start, allowed)
         elif problem := answer.problem():
             self._ledger.violate(kind, f"{problem}: {body}"[:1500])
         elif answer != expected:
@@ -230,12 +260,13 @@ class Load:
             self._ledger.count(kind, "right")
             self._ledger.num_cached_tokens += answer.cached
 
-    def _fail(self, kind: str, failure: Failure, start: float, allowed: tuple[int, ...] = ()) -> None:
+    async def _fail(self, kind: str, failure: Failure, start: float, allowed: tuple[int, ...] = ()) -> None:
         """429 and `allowed` may be; other failures only for what was under way in an outage."""
         if failure.status == 429 or failure.status in allowed:
             self._ledger.count(kind, str(failure.status))
         elif self._excused(start):
-            self._ledger.count(kind, "failed in an outage")
+            self._ledger.count(kind, f"{failure.status} in the outage")
+            await asyncio.sleep(_PATIENCE_SECONDS)
         else:
             self._ledger.violate(kind, f"{failure.status}: {failure.message}")
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from soak.workload import CHAT, TEXT
+from soak.protocols import CHAT, GENERATE, MESSAGES, PROTOCOLS, RESPONSES, TEXT
 
 USER = [{"role": "user", "content": "Hello"}]
 
@@ -22,7 +22,7 @@ class Misuse:
 
 
 def misuses(max_body_bytes: int) -> list[Misuse]:
-    """All of them. Every answer must be an error object."""
+    """All of them. Every answer must be an error object of the route's protocol."""
     raw = [
         b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}',
         b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": ' + b"[" * 50_000, b'{"a":' * 50_000,
@@ -47,10 +47,15 @@ def misuses(max_body_bytes: int) -> list[Misuse]:
         {"tools": [1]}, {"top_logprobs": 3}, {"reasoning_effort": "enormous"}, {"audio": {}},
         {"max_tokens": 3, "max_completion_tokens": 4}, {"chat_template_kwargs": {"x": 1}},
     ]  # fmt: skip
-    found = [Misuse("POST", path, content) for path in (CHAT, TEXT, "/tokenize") for content in raw]
+    found = [Misuse("POST", path, content) for path in (*PROTOCOLS, "/tokenize") for content in raw]
     found += [Misuse("POST", TEXT, _json({"prompt": "x"} | body)) for body in texts]
     found += [Misuse("POST", CHAT, _json({"messages": USER} | body)) for body in chats]
     found += [
+        Misuse("POST", RESPONSES, _json({"input": [{"type": "audio"}]})),
+        Misuse("POST", RESPONSES, _json({"input": "x", "previous_response_id": "resp_1"})),
+        Misuse("POST", MESSAGES, _json({"messages": USER})),
+        Misuse("POST", GENERATE, _json({"text": "x", "sampling_params": {"n": 0}})),
+        Misuse("POST", GENERATE, _json({"text": "x", "input_ids": [1]})),
         Misuse("POST", "/detokenize", _json({"tokens": [-1]})),
         Misuse("POST", "/detokenize", _json({"tokens": [5] * 100_000})),
         Misuse("POST", TEXT, _json({"prompt": "x", "model": "another"}), (404,)),

@@ -17,14 +17,17 @@ METRICS = {
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
     "cache usage": "vllm:kv_cache_usage_perc",
+    "swapped": "longspan:num_requests_swapped",
+    "host pool": "longspan:swap_bytes",
 }
+_RUNNING = 'owner="running"'  # of the arena's bytes, pages and states
 COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "prompt tokens": "vllm:prompt_tokens_total",
     "generated tokens": "vllm:generation_tokens_total",
     "prefix cache hits (tokens)": "vllm:prefix_cache_hits_total",
     "prefix cache queries (tokens)": "vllm:prefix_cache_queries_total",
-    "evictions": "longspan:prefix_cache_evictions_total",
+    "evictions": "longspan:evictions_total",
     "swaps": "longspan:swaps_total",
 }
 
@@ -97,17 +100,11 @@ def wait_until_idle(server: Server, seconds: float = 60) -> list[str]:
     while time.monotonic() < end:
         metrics = server.metrics()
         held = [f"{what} is {metrics[name]}" for what, name in METRICS.items() if metrics.get(name)]
-        held += [
-            f"{name} is {value}" for name, value in metrics.items() if value and _is_held_by_running(name)
-        ]
+        held += [f"{name} is {value}" for name, value in metrics.items() if value and _RUNNING in name]
         if not held:
             return []
         time.sleep(0.1)
     return held
-
-
-def _is_held_by_running(name: str) -> bool:
-    return name.startswith("longspan:") and "running" in name and "total" not in name
 
 
 def settled(server: Server, seconds: float = 20) -> Usage:

@@ -69,11 +69,12 @@ class Server:
         return largest if largest and sizes[largest] > 64 * 1024 else None
 
     def metrics(self) -> dict[str, float]:
-        """{name: value summed over its labels} of /metrics."""
+        """{name: value summed over its labels, and name{labels}: value} of /metrics."""
         values: dict[str, float] = {}
         for line in httpx.get(f"{self.url}/metrics", timeout=60).text.splitlines():
-            if found := re.match(r"([a-z_]+:?[a-z0-9_:]+)(?:\{.*\})? (\S+)$", line):
-                values[found[1]] = values.get(found[1], 0.0) + float(found[2])
+            if found := re.match(r"([a-z_]+:?[a-z0-9_:]+)(\{.*\})? (\S+)$", line):
+                for name in {found[1], found[1] + (found[2] or "")}:
+                    values[name] = values.get(name, 0.0) + float(found[3])
         return values
 
     def stop(self) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from soak.answers import Answer
+from soak.protocols import CHAT, GENERATE, MESSAGES, RESPONSES, TEXT
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NUM_PREFIXES = 6
 LONGEST_WORDS = 700  # about three tokens each with a small vocabulary
 
@@ -32,22 +32,20 @@ Ask = Callable[[Case], Answer]
 
 
 class Workload:
-    """Makes cases, by a seed. `fields`: what the chat route takes, so that what it lacks is not asked."""
+    """Makes cases, by a seed."""
 
-    def __init__(self, seed: int, text: str, fields: set[str]) -> None:
+    def __init__(self, seed: int, text: str) -> None:
         self._random = random.Random(seed)
         self._words = text.split()
-        self._fields = fields
         self._prefixes = [self._some_words(60 * 2**i // 2) for i in range(NUM_PREFIXES)]
 
     def pool(self, size: int, ask: Ask) -> Iterator[tuple[Case, Answer]]:
         """At least `size` cases with their answers; `ask` gives the answer of a case that runs alone."""
         makers = [
             self._short, self._short, self._long, self._choices, self._logprobs, self._prompts, self._stops,
-            self._prefixed, self._growing, self._chat, self._tools, self._penalties,
+            self._prefixed, self._growing, self._chat, self._tools, self._penalties, self._response,
+            self._message, self._generate, self._schema, self._object,
         ]  # fmt: skip
-        if "response_format" in self._fields:
-            makers += [self._schema, self._object]
         count = turn = 0
         while count < size:
             # Every kind comes early, so that a small pool has them all.
@@ -142,6 +140,20 @@ class Workload:
             "max_tokens": 120,
         }
         return Case("tools", CHAT, body | self._sampling())
+
+    def _response(self) -> Case:
+        body = {"input": self._question(), "instructions": self._some_words(5), "max_output_tokens": 50}
+        return Case("responses", RESPONSES, body | self._sampling())
+
+    def _message(self) -> Case:
+        body = {"messages": [{"role": "user", "content": self._question()}], "max_tokens": 50}
+        thinking = {"thinking": {"type": "enabled"}} if self._random.random() < 0.5 else {}
+        return Case("messages", MESSAGES, body | thinking | self._sampling())
+
+    def _generate(self) -> Case:
+        given = {"max_new_tokens": 30, "n": self._random.randint(1, 2), "temperature": 0.7}
+        given["sampling_seed"] = self._random.randrange(2**40)
+        return Case("generate", GENERATE, {"text": self._some_words(20), "sampling_params": given})
 
     def _schema(self) -> Case:
         schema = {
