@@ -147,6 +147,36 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def patterns(number: int) -> list[dict[str, Any]]:
+    return [{"type": "string", "pattern": f"(a.*b.*{i})"} for i in range(number)]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"json": {"allOf": patterns(17)}},
+        {
+            "json": {
+                "$ref": "#/$defs/0",
+                "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} | p for i, p in enumerate(patterns(30))},
+            }
+        },
+        {"grammar": "start: T\nT: " + " & ".join(f"/.*a.*b{i}.*/" for i in range(18))},
+    ],
+)
+def test_intersections_that_would_take_for_ever_are_refused(outputs: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="Legal are at most 16"):
+        StructuredOutputs(**outputs).answer()
+
+
+def test_an_and_within_a_literal_is_no_intersection(vocabulary: Vocabulary) -> None:
+    entities = " | ".join(f'"&{i};" /&/' for i in range(30))
+    StructuredOutputs(grammar=f"start: {entities}").answer().structure(vocabulary)
+    StructuredOutputs(regex="&" * 30).answer().structure(vocabulary)
+    StructuredOutputs(choice=["&"] * 30).answer().structure(vocabulary)
+    StructuredOutputs(json={"properties": {str(i): p for i, p in enumerate(patterns(30))}}).answer()
+
+
 @pytest.mark.parametrize(
     "outputs",
     [

@@ -72,12 +72,13 @@ class StructuredOutputs:
         if self.json is not None:
             return json_answer(_parsed(self.json, param), param)
         if self.regex is not None:
-            check_size(self.regex, param)
-            return _lark_answer(f"start: /{regex_to_lark(self.regex, '')}/", param)
+            lark = f"/{regex_to_lark(self.regex, '')}/"
+            check_size(lark, param)
+            return _lark_answer(f"start: {lark}", param)
         if self.choice is not None:
-            literals = [json.dumps(text) for text in self.choice]
-            check_size("".join(literals), param)
-            return _lark_answer("start: T\nT: " + " | ".join(literals), param)
+            lark = " | ".join(json.dumps(text) for text in self.choice)
+            check_size(lark, param)
+            return _lark_answer(f"start: T\nT: {lark}", param)
         grammar = self.grammar or ""
         check_size(grammar, param)
         try:
@@ -137,7 +138,6 @@ def asked_answer(response_format: dict[str, Any] | None, outputs: StructuredOutp
 def _parsed(schema: Any, param: str) -> Any:
     if not isinstance(schema, str):
         return schema
-    check_size(schema, param)
     try:
         return json.loads(schema)
     except (ValueError, RecursionError) as error:

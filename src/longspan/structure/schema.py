@@ -10,6 +10,7 @@ from longspan.structure.structure import uncompilable
 from longspan.structure.vocabulary import check_size, dump, error_in
 
 DEFINITIONS = ("$defs", "definitions")
+_BLAMED_DEPTH = 20
 _MAPS = (*DEFINITIONS, "properties", "patternProperties")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLES = ("items", "additionalProperties")
@@ -50,10 +51,10 @@ def definitions(schema: Any) -> dict[str, Any]:
     return {key: schema[key] for key in DEFINITIONS if key in schema} if isinstance(schema, dict) else {}
 
 
-def _blame(schema: Any, param: str, defs: dict[str, Any], problem: str) -> tuple[str, str]:
-    for name, part in _parts(schema):
+def _blame(schema: Any, param: str, defs: dict[str, Any], problem: str, depth: int = 0) -> tuple[str, str]:
+    for name, part in _parts(schema) if depth < _BLAMED_DEPTH else ():
         if isinstance(part, dict) and (found := schema_problem(defs | part)):
-            return _blame(part, f"{param}.{name}", defs, found)
+            return _blame(part, f"{param}.{name}", defs, found, depth + 1)
     return param, problem
 
 

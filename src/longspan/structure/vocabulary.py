@@ -2,12 +2,14 @@
 
 llguidance compiles by recursion, one level for each rule, definition or nested schema on the way, and a stack
 that is full ends the process. So each grammar is compiled by a thread whose stack holds the largest one that
-`check_size` lets through. A few intersections of regexes take it for ever: such a thread is left behind.
+`check_size` lets through. Its time doubles with every regex in an intersection, so these are counted too, and
+what takes too long nevertheless is left behind with its thread.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,8 +25,12 @@ from longspan.errors import RequestError
 
 MAX_TEXT = 200_000  # characters of a regex or grammar, and of all choices
 MAX_NODES = 10_000  # objects and lists in a schema
+MAX_INTERSECTIONS = 16  # of regexes
 _STACK_BYTES = 2**29  # of address space; memory is taken as it is used
 _SECONDS = 10
+
+# A string or regex of Lark, to be passed over, or an intersection.
+_AND = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(&)')
 
 _stack_size = threading.Lock()
 T = TypeVar("T")
@@ -63,25 +69,33 @@ def waited_for(compiled: Future[T]) -> T:
 
 
 def check_size(value: Any, param: str) -> None:
-    """Raises RequestError for a schema, or a text, that is too large to compile."""
+    """Raises RequestError for a schema, or the text of a regex or grammar, that is too large to compile."""
     if isinstance(value, str):
-        found, most, of_what = len(value), MAX_TEXT, "characters"
-    else:
-        found, most, of_what = _num_nodes(value), MAX_NODES, "objects and lists"
+        _at_most(MAX_TEXT, len(value), "characters", param)
+        ands = sum(match[1] is not None for match in _AND.finditer(value))
+        _at_most(MAX_INTERSECTIONS, ands, "intersections", param)
+        return
+    nodes, merged, patterns, todo = 0, 0, 0, [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            here = sum(key in node for key in ("pattern", "format"))
+            patterns += here
+            # What stands beside a reference or alternatives is intersected with them.
+            merged += here if any(key in node for key in ("$ref", "anyOf", "oneOf")) else 0
+            merged += len(node["allOf"]) if isinstance(node.get("allOf"), list) else 0
+        if isinstance(node, dict | list):
+            nodes += 1
+            todo += node.values() if isinstance(node, dict) else node
+    _at_most(MAX_NODES, nodes, "objects and lists", param)
+    _at_most(MAX_INTERSECTIONS, min(merged, patterns), "patterns that may be intersected", param)
+
+
+def _at_most(most: int, found: int, of_what: str, param: str) -> None:
     if found > most:
         raise RequestError(
             f"`{param}` has {found} {of_what}.", param=param, remedy=f"Legal are at most {most}."
         )
-
-
-def _num_nodes(value: Any) -> int:
-    count, todo = 0, [value]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict | list):
-            count += 1
-            todo += node.values() if isinstance(node, dict) else node
-    return count
 
 
 def _on_large_stack(function: Callable[[], T]) -> Future[T]:
@@ -90,8 +104,8 @@ def _on_large_stack(function: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
+        except BaseException as error:  # a panic of llguidance's is no Exception
+            future.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
 
     with _stack_size:
         before = threading.stack_size(_STACK_BYTES)
