@@ -246,6 +246,36 @@ def test_usage_is_the_same_streamed_or_not_and_counts_what_was_cached(
     assert usage_of(path, last_of(path, streamed)) == whole
 
 
+def test_log_probabilities_of_a_prompt_are_the_same_cold_and_warm(server: Running) -> None:
+    server.say("x")
+    prompt = list(range(1, 200))
+    bodies = {
+        TEXT: {"prompt": prompt, "prompt_logprobs": 2, "max_tokens": 1},
+        CHAT: {
+            "messages": [{"role": "user", "content": "word " * 200}],
+            "prompt_logprobs": 2,
+            "max_tokens": 1,
+        },
+        GENERATE: {
+            "input_ids": prompt,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 2,
+        },
+    }
+    for path, body in bodies.items():
+        assert server.post("/flush_cache", {}).status_code == 200
+        answers = [server.post(path, body).json() for _ in range(3)]
+        if path == GENERATE:
+            found = [[answer["meta_info"][f"input_{what}"] for what in ("token_logprobs", "top_logprobs")]
+                     for answer in answers]  # fmt: skip
+        else:
+            found = [
+                answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"] for answer in answers
+            ]
+        assert found[0] and found[0] == found[1] == found[2]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_tokens_with_echo_give_the_echo_alone(server: Running, n: int, stream: bool) -> None:
