@@ -332,6 +332,13 @@ def test_a_tokenizer_without_chat_tokens_cannot_force_a_call() -> None:
         forced(plain, None)
 
 
+def test_a_model_without_an_end_cannot_be_held_to_a_structure(vocabulary: Vocabulary) -> None:
+    endless = Vocabulary(vocabulary.tokenizer, ())
+    endless.prepare()
+    with pytest.raises(RequestError, match="eos_token_id"):
+        forced(endless, None)
+
+
 def test_a_later_declaration_of_a_name_replaces_an_earlier_one() -> None:
     tools = [{"function": {"name": "f", "parameters": {"type": "object"}}}, {"function": {"name": "g"}}]
     messages = [{"role": "system", "tools": [{"function": {"name": "f", "strict": True}}]}]

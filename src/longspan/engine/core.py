@@ -108,7 +108,10 @@ class EngineCore:
             tokenizer.check_vocab_size(config.vocab_size)
         select_backend(options.backend).use_threads(options.threads, options.cpus)
         model = load_model(path, dtype=options.dtype, backend=options.backend)
-        return cls(model, tokenizer, options, plan)
+        core = cls(model, tokenizer, options, plan)
+        if core._vocabulary:
+            core._vocabulary.prepare()
+        return core
 
     @property
     def max_model_len(self) -> int:

@@ -53,6 +53,7 @@ class Service:
         self.engine = engine
         self.tokenizer = engine.tokenizer
         self.vocabulary = Vocabulary(self.tokenizer, engine.config.eos_token_ids)
+        self.vocabulary.prepare()
         self.options = options
         model = options.served_model_names[0]
         self.metrics = Metrics(model, lambda: engine.stats, _cache_config(engine.plan))
