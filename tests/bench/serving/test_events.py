@@ -83,6 +83,12 @@ def test_the_role_of_a_chat_is_no_token_and_reasoning_is() -> None:
     assert (reply.text, reply.reasoning) == ("Yes", {"reasoning_content": "Hm."})
 
 
+def test_reasoning_under_two_names_is_one_chunk_and_goes_back_once() -> None:
+    reply = Reply()
+    reply.feed(sse(delta(reasoning="Hm.", reasoning_content="Hm.")), 1.0)
+    assert (reply.chunks, reply.reasoning) == ([1.0], {"reasoning_content": "Hm."})
+
+
 def test_without_usage_chunks_are_counted() -> None:
     reply = Reply()
     reply.feed(sse(text("a"), text("b", "stop")), 1.0)

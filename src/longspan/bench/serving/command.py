@@ -40,15 +40,20 @@ def main(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    report = asyncio.run(_measure(args, _dataset(args)))
     console = Console(markup=False, highlight=False, soft_wrap=True)
     console.width = max(console.width, _TABLE_WIDTH)
-    console.print(report.heading())
-    for point in report.points:
+
+    def show(report: Report) -> None:
+        """Its last point: a sweep takes long, and may be broken off."""
+        point = report.points[-1]
+        if len(report.points) == 1:
+            console.print(report.heading())
         console.print(f"\n{report.facts(point)}\n")
         console.print(report.latency_table(point))
         for warning in report.warnings(point):
             console.print(f"! {warning}")
+
+    report = asyncio.run(_measure(args, _dataset(args), show))
     if len(report.points) > 1:
         console.print()
         console.print(report.sweep_table())
@@ -61,7 +66,8 @@ def main(args: argparse.Namespace) -> int:
     return 0 if all(point.summary.completed for point in report.points) else 1
 
 
-async def _measure(args: argparse.Namespace, dataset: Dataset) -> Report:
+async def _measure(args: argparse.Namespace, dataset: Dataset, show: Callable[[Report], None]) -> Report:
+    """Calls `show` after each point."""
     from longspan.bench.serving.server import Server, prompt_source  # aiohttp may be missing
 
     url = args.url or args.base_url or f"http://{args.host}:{args.port}"
@@ -72,12 +78,7 @@ async def _measure(args: argparse.Namespace, dataset: Dataset) -> Report:
         first = dataset(source, 0)
         _check_lengths(first, card.get("max_model_len"))
         await _warm_up(args, server, dialect, dataset(source, WARM_UP_FILL))
-        loads = _loads(args)
-        points = []
-        for i, load in enumerate(loads):
-            label = f"{load.show()} ({i + 1} of {len(loads)})"
-            points.append(await _point(args, server, dialect, dataset(source, i), load, label))
-        return Report(
+        report = Report(
             date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             url=server.url,
             model=dialect.model,
@@ -86,8 +87,13 @@ async def _measure(args: argparse.Namespace, dataset: Dataset) -> Report:
             metrics=args.percentile_metrics,
             percentiles=args.metric_percentiles,
             settings={k: _plain(v) for k, v in vars(args).items() if k not in ("api_key", "command")},
-            points=points,
         )
+        loads = _loads(args)
+        for i, load in enumerate(loads):
+            label = f"{load.show()} ({i + 1} of {len(loads)})"
+            report.points.append(await _point(args, server, dialect, dataset(source, i), load, label))
+            show(report)
+        return report
 
 
 def _loads(args: argparse.Namespace) -> list[Load]:

@@ -96,7 +96,12 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests under way at most, as 1,4,16 (default: no limit)",
     )
     group.add_argument("--warmup", type=_natural, default=1, metavar="N", help="requests before (default: 1)")
-    group.add_argument("--seed", type=_natural, default=0, help="of lengths, text and arrivals (default: 0)")
+    group.add_argument(
+        "--seed",
+        type=_natural,
+        default=0,
+        help="of lengths, text and arrivals; the server's cache may know the text of a seed used before (default: 0)",
+    )
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:

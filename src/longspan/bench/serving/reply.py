@@ -51,8 +51,9 @@ class Reply:
 
     @property
     def reasoning(self) -> dict[str, str]:
-        """Under the name that the server gave it; empty if there was none."""
-        return {name: "".join(self._texts[name]) for name in REASONING_FIELDS if name in self._texts}
+        """Under the name that the server gave it, the first if it gave two; empty if there was none."""
+        name = next((name for name in REASONING_FIELDS if name in self._texts), None)
+        return {name: "".join(self._texts[name])} if name else {}
 
     def feed(self, data: bytes, at: float) -> None:
         """Raises ExchangeError for an error event, and for what is no answer."""

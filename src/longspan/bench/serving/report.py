@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -106,7 +106,7 @@ class Report:
     metrics: Sequence[str]
     percentiles: Sequence[float]
     settings: Mapping[str, Any]
-    points: Sequence[Point]
+    points: list[Point] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """As described above."""
