@@ -21,6 +21,7 @@ from longspan.engine.readers import TokenReader
 from longspan.engine.request import Request, SamplingParams
 from longspan.engine.stats import STEP_TOKENS, EngineStats, MemoryUse
 from longspan.errors import LongspanError, NonFiniteError, OverloadedError
+from longspan.serve.failures import AbortedError
 from longspan.serve.metrics import Metrics
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -372,6 +373,7 @@ def test_a_reply_that_ends_with_calls_is_a_stop_as_in_vllm() -> None:
     [
         (None, {"stop": 1, "abort": 2}, 0),
         (OverloadedError("shutting down"), {"stop": 1, "abort": 2}, 0),
+        (AbortedError("by /abort_request"), {"stop": 1, "abort": 2}, 0),
         (NonFiniteError("NaN"), {"stop": 1, "error": 2}, 1),
         (LongspanError("broken"), {"stop": 1, "error": 2}, 0),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -76,6 +77,22 @@ def test_a_failure_names_its_kind(server: Running, lines: pytest.LogCaptureFixtu
     server.post(TEXT, {"prompt": "x"})
     (found,) = fields(lines, 1)
     assert (found["status"], found["error"]) == (500, "LongspanError")
+
+
+def test_a_request_that_was_ended_from_outside_is_a_line_as_any_other(
+    server: Running, lines: pytest.LogCaptureFixture
+) -> None:
+    server.say("word ", repeat=3000)
+    hold = Hold(server.model, after=2)
+    body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "request_id": "mine"}
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.post, TEXT, body)
+        assert hold.reached.wait(30)
+        assert server.post("/abort_request", {"rid": "mine"}).json() == {"aborted": 1}
+        hold.release()
+        assert answer.result().status_code == 499
+    found = {line["route"]: line for line in fields(lines, 2)}[TEXT]
+    assert (found["status"], found["error"], found["abandoned"]) == (499, "AbortedError", None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

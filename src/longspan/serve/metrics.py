@@ -18,6 +18,7 @@ from longspan.engine.request import Request
 from longspan.engine.stats import EngineStats
 from longspan.errors import NonFiniteError, OverloadedError
 from longspan.serve.engine_metrics import EngineCollector
+from longspan.serve.failures import AbortedError
 
 END_REASONS = ("stop", "length", "abort", "error")
 _COMPUTED, _CACHED, _TRANSFERRED = "local_compute", "local_cache_hit", "external_kv_transfer"
@@ -138,7 +139,7 @@ class Metrics:
 
     def observe_unfinished(self, count: int, error: Exception | None) -> None:
         """So many choices were given up: with an error, or since nobody waits for them."""
-        aborted = error is None or isinstance(error, OverloadedError)
+        aborted = error is None or isinstance(error, OverloadedError | AbortedError)
         self._ends["abort" if aborted else "error"].inc(count)
         if isinstance(error, NonFiniteError):
             self._corrupted.inc()

@@ -31,6 +31,8 @@ class Record:
     @property
     def abandoned(self) -> bool:
         """The client hung up."""
+        if self.error is not None:
+            return False
         return self.status == 499 or any(meter.abandoned for meter in self.meters)
 
     @property
