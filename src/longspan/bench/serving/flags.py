@@ -100,7 +100,8 @@ def _add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed",
         type=_natural,
         default=0,
-        help="of lengths, text and arrivals; the server's cache may know the text of a seed used before (default: 0)",
+        help="of lengths, text and arrivals; with a seed used before, the server's cache may know the text "
+        "(default: 0)",
     )
 
 
