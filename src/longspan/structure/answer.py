@@ -12,7 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from longspan.errors import RequestError
 from longspan.structure.schema import check_schema, with_blanks
 from longspan.structure.structure import Structure, uncompilable
-from longspan.structure.vocabulary import Vocabulary, check_size, dump, error_in
+from longspan.structure.vocabulary import Vocabulary, check_intersections, check_length, dump, error_in
 
 _FIELDS = ("json", "regex", "choice", "grammar", "json_object")
 
@@ -71,21 +71,26 @@ class StructuredOutputs:
             return json_answer({"type": "object"}, param)
         if self.json is not None:
             return json_answer(_parsed(self.json, param), param)
-        if self.regex is not None:
-            lark = f"/{regex_to_lark(self.regex, '')}/"
-            check_size(lark, param)
-            return _lark_answer(f"start: {lark}", param)
-        if self.choice is not None:
-            lark = " | ".join(json.dumps(text) for text in self.choice)
-            check_size(lark, param)
-            return _lark_answer(f"start: T\nT: {lark}", param)
-        grammar = self.grammar or ""
-        check_size(grammar, param)
         try:
-            lark = any_to_lark(grammar)
+            lark = self._lark(param)
+        except RequestError:
+            raise
         except Exception as error:
             raise uncompilable(param, str(error)) from error
-        return _lark_answer(lark, param)
+        check_intersections(lark, param)
+        if problem := error_in(dump({"lark_grammar": lark})):
+            raise uncompilable(param, problem)
+        return Answer({"lark_grammar": lark}, param)
+
+    def _lark(self, param: str) -> str:
+        """Raises RequestError for what is too long, and various errors for what is wrong."""
+        if self.choice is not None:
+            check_length("".join(self.choice), param)
+            return "start: T\nT: " + " | ".join(json.dumps(text) for text in self.choice)
+        check_length(self.regex or self.grammar or "", param)
+        if self.regex is not None:
+            return f"start: /{regex_to_lark(self.regex, '')}/"
+        return any_to_lark(self.grammar or "")
 
 
 @dataclass(frozen=True)
@@ -142,9 +147,3 @@ def _parsed(schema: Any, param: str) -> Any:
         return json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"`{param}` is no JSON: {error}.", param=param, remedy="Send a schema.") from error
-
-
-def _lark_answer(lark: str, param: str) -> Answer:
-    if problem := error_in(dump({"lark_grammar": lark})):
-        raise uncompilable(param, problem)
-    return Answer({"lark_grammar": lark}, param)

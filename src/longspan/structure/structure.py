@@ -90,7 +90,8 @@ class Constraint:
 
 def uncompilable(param: str, problem: str) -> RequestError:
     """`problem` is llguidance's, in one or more lines; the first says what is wrong."""
-    why = problem.strip().splitlines()[0] if problem.strip() else "no text matches it"
+    first = (problem.strip().splitlines() or [""])[0]
+    why = "no text matches it" if first in ("", "NoExtensionBias") else first
     return RequestError(
         f"`{param}` can't be enforced: {why}.",
         param=param,

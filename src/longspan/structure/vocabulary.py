@@ -2,8 +2,8 @@
 
 llguidance compiles by recursion, one level for each rule, definition or nested schema on the way, and a stack
 that is full ends the process. So each grammar is compiled by a thread whose stack holds the largest one that
-`check_size` lets through. Its time doubles with every regex in an intersection, so these are counted too, and
-what takes too long nevertheless is left behind with its thread.
+the checks here let through. Its time doubles with every regex in an intersection, so these are counted too.
+What takes too long nevertheless is left behind with its thread.
 """
 
 from __future__ import annotations
@@ -79,14 +79,20 @@ def waited_for(compiled: Future[T]) -> T:
         raise RequestError(what, remedy="Simplify it: fewer patterns at a time for one string.") from error
 
 
-def check_size(value: Any, param: str) -> None:
-    """Raises RequestError for a schema, or the text of a regex or grammar, that is too large to compile."""
-    if isinstance(value, str):
-        _at_most(MAX_TEXT, len(value), "characters", param)
-        ands = sum(match[1] is not None for match in _AND.finditer(value))
-        _at_most(MAX_INTERSECTIONS, ands, "intersections", param)
-        return
-    nodes, merged, patterns, todo = 0, 0, 0, [value]
+def check_length(text: str, param: str) -> None:
+    """Raises RequestError for a regex or grammar that is too long to compile."""
+    _at_most(MAX_TEXT, len(text), "characters", param)
+
+
+def check_intersections(lark: str, param: str) -> None:
+    """Raises RequestError for a grammar in Lark with too many intersections."""
+    found = sum(match[1] is not None for match in _AND.finditer(lark))
+    _at_most(MAX_INTERSECTIONS, found, "intersections", param)
+
+
+def check_size(schema: Any, param: str) -> None:
+    """Raises RequestError for a schema that is too large to compile."""
+    nodes, merged, patterns, todo = 0, 0, 0, [schema]
     while todo:
         node = todo.pop()
         if isinstance(node, dict):
