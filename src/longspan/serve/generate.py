@@ -150,26 +150,32 @@ class GenerateWriter:
     def _logprobs(self, choice: _Choice) -> dict[str, Any]:
         start, request = choice.call.logprobs_from, choice.call.request
         prompt: list[tuple[int, TokenLogprobs | None]] = []
-        if start is not None:
-            of_prompt = self._of_prompt.get(request.id, [])[start:]
+        if start is not None and request.id in self._of_prompt:
+            found = self._of_prompt[request.id][start + 1 :]
             # As SGLang does it, the first has none, wherever it is.
-            prompt = list(zip(request.prompt_token_ids[start:], [None, *of_prompt[1:]], strict=False))
+            prompt = list(zip(request.prompt_token_ids[start:], [None, *found], strict=True))
+        reply: list[tuple[int, TokenLogprobs | None]]
         reply = list(zip(choice.token_ids, choice.logprobs, strict=True))
-        columns = {"input_token_logprobs": self._chosen(prompt), "output_token_logprobs": self._chosen(reply)}
+        columns: dict[str, list[Any]] = {
+            "input_token_logprobs": self._chosen(prompt),
+            "output_token_logprobs": self._chosen(reply),
+        }
         if count := request.params.logprobs:
             columns["input_top_logprobs"] = self._top(prompt, count)
             columns["output_top_logprobs"] = self._top(reply, count)
         return columns
 
     def _chosen(self, entries: list[tuple[int, TokenLogprobs | None]]) -> list[list[Any]]:
-        return [self._entry(token, found and found[token]) for token, found in entries]
+        return [self._entry(token, None if found is None else found[token]) for token, found in entries]
 
     def _top(
         self, entries: list[tuple[int, TokenLogprobs | None]], count: int
     ) -> list[list[list[Any]] | None]:
         """The `count` likeliest of each position."""
         return [
-            found and [self._entry(token, found[token]) for token in top_tokens(found, count)]
+            None
+            if found is None
+            else [self._entry(token, found[token]) for token in top_tokens(found, count)]
             for _, found in entries
         ]
 

@@ -34,7 +34,8 @@ def describe(app: FastAPI) -> None:
             for path, operations in made["paths"].items():
                 for operation in operations.values():
                     error = _ANTHROPIC_ERROR if path.startswith(MESSAGES_PATH) else _ERROR
-                    operation["responses"] = _ANSWERS.get(path, operation["responses"]) | {"default": error}
+                    known = _ANSWERS[path] if path in _ANSWERS else operation["responses"]
+                    operation["responses"] = known | {"default": error}
                     operation["responses"].pop("422", None)
             app.openapi_schema = made
         return app.openapi_schema
