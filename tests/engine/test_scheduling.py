@@ -254,3 +254,36 @@ def test_the_fake_model_notices_a_wrong_memory(config: ModelConfig) -> None:
         if hasattr(view, "latent"):
             view.latent.fill_(torch.pi)
     assert finish(engine)["a", 0].token_ids != lone(config, request)[0][1:]
+
+
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("page_size", "interval", "num_slots"), [(1, 1, 1), (4, 4, 1), (4, 8, 2), (4, 16, 1)]
+)
+def test_a_sequence_may_be_as_long_as_all_memory_whatever_the_cache_keeps_of_it(
+    config: ModelConfig, page_size: int, interval: int, num_slots: int, asynchronous: bool, swap_bytes: int
+) -> None:
+    """States above it are given up for its pages, and at the end the one it stands on as well."""
+    length = 8 * page_size
+    engine = make_engine(
+        FakeModel(config),
+        num_pages=8,
+        page_size=page_size,
+        num_slots=num_slots,
+        enable_prefix_caching=True,
+        snapshot_interval=interval,
+        async_scheduling=asynchronous,
+        swap_bytes=swap_bytes,
+    )
+    for prompt_length in (1, length // 2, length - 2, length - 1):
+        tokens = [3 + i for i in range(prompt_length)]
+        request = make_request(str(prompt_length), tokens, max_tokens=length - prompt_length)
+        engine.add(request)
+        answers: Answers = {}
+        for _ in range(10 * length):
+            gather(engine.step(), answers)
+        assert not engine.has_work
+        alone = run(make_engine(FakeModel(config)), request)
+        assert answers[request.id, 0].token_ids == alone[request.id, 0].token_ids
+    engine.core.close()

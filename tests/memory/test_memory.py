@@ -190,6 +190,34 @@ def test_the_cache_gives_way_to_sequences(memory: Memory) -> None:
     memory.check()
 
 
+def test_who_can_not_have_all_pages_takes_none_from_the_cache(memory: Memory) -> None:
+    cached = memory.new_sequence()
+    assert cached is not None
+    memory.grow(cached, 8)
+    checkpoint(memory, cached, page_digests(range(8), 4))
+    memory.free(cached)
+    running, other = memory.new_sequence(), memory.new_sequence()
+    assert running and other and memory.grow(running, 12)
+    assert not memory.grow(other, 20)  # of 9 slabs 5 are held
+    assert memory.cache.num_checkpoints == 1
+    assert memory.grow(other, 16)
+    assert memory.cache.num_checkpoints == 0
+    memory.check()
+
+
+def test_states_above_that_of_a_sequence_give_way_to_its_pages(memory: Memory) -> None:
+    seq = memory.new_sequence()
+    assert seq is not None
+    digests = page_digests(range(16), 4)
+    for num_pages in (1, 2, 3):
+        assert memory.grow(seq, 4 * num_pages)
+        checkpoint(memory, seq, digests[:num_pages])
+    assert memory.grow(seq, 28)  # 7 pages, its own state and that which it stands on
+    assert memory.cache.num_checkpoints == 1
+    assert not memory.grow(seq, 32)
+    memory.check()
+
+
 def test_a_checkpoint_in_use_does_not_give_way(memory: Memory) -> None:
     digests = page_digests(range(16), 4)
     seq = memory.new_sequence()

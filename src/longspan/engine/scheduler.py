@@ -232,8 +232,16 @@ class Scheduler:
         if seq.swapped:
             memory = self._memory.swap_in(seq.swapped, len(seq.tokens))
             seq.swapped = seq.swapped if memory is None else None
-            return memory
-        memory = self._memory.new_sequence(self._reusable(seq))
+        else:
+            memory = self._new_memory(seq, self._reusable(seq))
+        if memory is None and not self.running:
+            # Alone it fits, but not with the state that it goes on from beside its own.
+            self._drop_swapped(seq)
+            memory = self._new_memory(seq, [])
+        return memory
+
+    def _new_memory(self, seq: Sequence, digests: list[bytes]) -> SequenceMemory | None:
+        memory = self._memory.new_sequence(digests)
         if memory is not None and not self._memory.grow(memory, len(seq.tokens)):
             self._memory.free(memory)
             return None

@@ -275,11 +275,14 @@ class Memory:
         return slot
 
     def _take_pages(self, count: int) -> list[int] | None:
-        per_slab = self._arena.pages_per_slab
-        most = self._arena.num_free_pages + self.cache.num_pages + self.cache.num_slots * per_slab
-        while count <= most and count > self._arena.num_free_pages:
-            if not self.cache.evict("page"):
-                return None
+        missing = count - self._arena.num_free_pages
+        if missing > 0:
+            pages, slots = self.cache.pinned()
+            slots = self.cache.num_slots - slots
+            if missing > self.cache.num_pages - pages + slots * self._arena.pages_per_slab:
+                return None  # evicting would be in vain
+        while count > self._arena.num_free_pages and self.cache.evict("page"):
+            pass
         return self._arena.take_pages(count)
 
     def _give_back(self, pages: list[int], slots: list[int]) -> None:

@@ -21,7 +21,8 @@ What goes first. GreedyDual-Size, an LRU with a cost per byte. A checkpoint is w
 
 The least H goes, of equal ones the longest unused, and the clock becomes this H, so what isn't used sinks.
 A leaf frees its slot and its run. What has something below it frees its slot alone: its run joins the run
-below, or stays as a fork. A pinned checkpoint stays, and so do all pages above it; states above it may go.
+below, or stays as a fork. A pinned checkpoint stays, and so do all pages above it; states above it may go,
+even for a page once no leaf is left.
 
 Order. A state is published once the step that copied it is over and was found finite. What is done to bytes
 is done in the order in which it was planned here: who finds a checkpoint reads what was published.
@@ -129,6 +130,7 @@ class PrefixCache:
         self._slot_bytes = max(slot_bytes, 1)  # without KDA layers a state has no bytes
         self._give_back = give_back
         self._owner: dict[bytes, Node] = {}
+        self._pinned: set[Checkpoint] = set()
         self._leaves: Heap = []
         self._inner: Heap = []
         self._clock = 0.0
@@ -142,6 +144,16 @@ class PrefixCache:
     @property
     def num_slots(self) -> int:
         return self.num_checkpoints
+
+    def pinned(self) -> tuple[int, int]:
+        """How many pages and slots no eviction gives back now."""
+        seen: set[Node] = set()
+        for checkpoint in self._pinned:
+            node: Node | None = checkpoint
+            while node and node not in seen:
+                seen.add(node)
+                node = node.parent
+        return sum(len(node.run) for node in seen), len(self._pinned)
 
     def match(self, digests: list[bytes]) -> Match:
         """The deepest checkpoint on the path of `digests`. It may go with the next eviction unless pinned."""
@@ -168,11 +180,13 @@ class PrefixCache:
     def pin(self, checkpoint: Checkpoint) -> None:
         _expect(checkpoint.alive, "An evicted checkpoint is to be pinned.")
         checkpoint.pins += 1
+        self._pinned.add(checkpoint)
 
     def unpin(self, checkpoint: Checkpoint) -> None:
         _expect(checkpoint.pins > 0, "A checkpoint is to be unpinned more often than it was pinned.")
         checkpoint.pins -= 1
         if not checkpoint.pins:
+            self._pinned.remove(checkpoint)
             self.touch(checkpoint)
             self._rank(checkpoint)
 
@@ -216,11 +230,12 @@ class PrefixCache:
         return Inserted(checkpoint, list(taken), is_new=True)
 
     def evict(self, want: Literal["page", "slot"]) -> bool:
-        """Evicts the unpinned checkpoint of least H, for a page the leaf of least H. False: there is none."""
-        heaps = (self._leaves,) if want == "page" else (self._leaves, self._inner)
-        tops = [top for heap in heaps if (top := self._top(heap))]
+        """Evicts the unpinned checkpoint of least H, for a page a leaf if there is one. False: none."""
+        tops = [top for heap in (self._leaves, self._inner) if (top := self._top(heap))]
         if not tops:
             return False
+        if want == "page":
+            del tops[1:]
         worth, _, _, checkpoint = min(tops)
         self._clock = max(self._clock, worth)
         self.num_evictions += 1
