@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from soak.answers import Answer, Choice, Failure
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -174,8 +176,8 @@ def _message_streamed(events: Iterable[Json]) -> Answer:
                     choice.calls[-1][1] += delta["partial_json"]
             case "message_delta":
                 _end_message(answer, event["delta"], event["usage"])
-    for call in choice.calls:
-        call[1] = json.dumps(json.loads(call[1] or "{}"))
+    for call in choice.calls:  # what is cut off counts as far as it goes, as in the whole message
+        call[1] = json.dumps(from_json(call[1] or "{}", allow_partial=True))
     return answer
 
 
