@@ -110,7 +110,7 @@ _DESCRIBED = {"description": "The answer"}
 def _json(schema: Schema, stream: bool = False) -> Schema:
     content: Schema = {"application/json": {"schema": schema}}
     if stream:
-        content["text/event-stream"] = {}  # events have no schema of their own
+        content["text/event-stream"] = {"schema": {}}  # events have none of their own
     return {"200": _DESCRIBED | {"content": content}}
 
 
