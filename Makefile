@@ -39,7 +39,7 @@ lint: setup
 
 soak: setup
 	cd tools && $(CURDIR)/$(BIN)/python -m soak --model $(abspath $(MODEL)) --minutes $(MINUTES) \
-	  --report $(CURDIR)/docs/soak.md
+	  --kill-worker --report $(CURDIR)/docs/soak.md
 
 sanitize: setup
 	for kind in address undefined thread; do tools/sanitize.sh $$kind || exit 1; done

@@ -24,12 +24,12 @@ class Misuse:
 def misuses(max_body_bytes: int) -> list[Misuse]:
     """All of them. Every answer must be an error object of the route's protocol."""
     raw = [
-        b"", b"{", b"null", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}',
+        b"", b"{", b"{}", b"null", b"[]", b'"text"', b"\xff\xfe", b'{"prompt": "\xff"}', b'{"prompt": NaN}',
         b'{"prompt": "x", "temperature": 1e999}', b'{"prompt": ' + b"[" * 50_000, b'{"a":' * 50_000,
         b'{"prompt": "x", "max_tokens": ' + b"9" * 5000 + b"}",
     ]  # fmt: skip
     texts: list[dict[str, Any]] = [
-        {}, {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [10**9]},
+        {"prompt": ""}, {"prompt": []}, {"prompt": [[]]}, {"prompt": [-1]}, {"prompt": [10**9]},
         {"prompt": [1.5]}, {"prompt": {"a": 1}}, {"prompt": "x" * 200_000}, {"prompt": [5] * 100_000},
         {"n": 0}, {"n": 1000}, {"n": 1.5}, {"temperature": -1}, {"temperature": "hot"}, {"top_p": 0},
         {"top_k": -2}, {"min_p": 2}, {"max_tokens": 0}, {"max_tokens": 10**8}, {"seed": 2**70},
