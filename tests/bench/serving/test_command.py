@@ -102,7 +102,7 @@ def test_a_sweep_has_a_point_for_every_rate_with_every_limit(
     assert all(math.isclose(p["goodput"], p["requests_per_second"]) for p in report["points"])
     shown = capsys.readouterr().out
     assert [line.split("  ")[0] for line in shown.splitlines() if " 3/3 " in line] == [
-        "200/s, max 1", "200/s, max 2", "1 users", "2 users"]  # fmt: skip
+        "200/s, max 1", "200/s, max 2", "1 user", "2 users"]  # fmt: skip
     prompts = [tuple(body["prompt"]) for body in fake.bodies]
     assert len(set(prompts)) == len(prompts) == 12, "no point finds the prompts of another"
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -48,7 +48,7 @@ class Load:
     def show(self) -> str:
         """ "4/s, max 16" """
         if self.closed:
-            return f"{self.max_concurrency} users"
+            return f"{self.max_concurrency} user{'' if self.max_concurrency == 1 else 's'}"
         rate = (
             "as timed"
             if self.rate is None
