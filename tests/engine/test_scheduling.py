@@ -287,3 +287,40 @@ def test_a_sequence_may_be_as_long_as_all_memory_whatever_the_cache_keeps_of_it(
         alone = run(make_engine(FakeModel(config)), request)
         assert answers[request.id, 0].token_ids == alone[request.id, 0].token_ids
     engine.core.close()
+
+
+@pytest.mark.parametrize("chunk", [80, 100, 128, 200, 512])
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_prompts_are_cut_at_the_same_places_whoever_is_beside_them(
+    config: ModelConfig, chunk: int, prompt_logprobs: int | None
+) -> None:
+    """So that a chunked operator gives the same bits, even where numbers are rounded."""
+    fake = FakeModel(config)
+    engine = make_engine(fake, num_pages=1000, num_slots=6, chunk=chunk)
+    lengths = [100, 61, 300, 129, 64, 63, 65, 700, 512]
+    for length in lengths:
+        request = make_request(
+            str(length), [3 + i % 40 for i in range(length)], prompt_logprobs=prompt_logprobs
+        )
+        engine.add(request)
+    finish(engine)
+    cuts = [
+        start + count
+        for batch in fake.batches
+        for start, count in zip(batch.context_lens.tolist(), batch.lengths.tolist(), strict=True)
+        if count > 1
+    ]
+    assert all(cut % 64 == 0 or cut in lengths for cut in cuts)
+    assert sum(cut in lengths for cut in cuts) >= len(lengths)
+
+
+def test_who_waits_for_a_prompt_like_its_own_is_looked_at_only_as_far_as_it_could_run(
+    config: ModelConfig,
+) -> None:
+    engine = make_engine(FakeModel(config), num_pages=600, num_slots=3, chunk=64, enable_prefix_caching=True)
+    shared = [3 + i % 40 for i in range(400)]
+    for i in range(20):
+        engine.add(make_request(str(i), [*shared, 3 + i], max_tokens=2))
+    engine.step()
+    assert sum(bool(seq._digests) for seq in engine.core._scheduler.waiting) <= 3
+    finish(engine)

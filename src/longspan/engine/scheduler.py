@@ -33,7 +33,8 @@ PROMPT_LOGPROB_ROWS = 128
 
 CUT = 64
 """Long prompts are cut at multiples of this many of their tokens, whatever else is in the step: operators
-that work in chunks see the same chunks, and the same bits come out. A budget below it cuts anywhere."""
+that work in chunks see the same chunks, and the same bits come out. With less than this beside the decoding
+sequences one prompt is cut anywhere."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +127,15 @@ class Scheduler:
             return [(seq, num_tokens) for seq in prompts]
         oldest, *others = prompts
         shortest = min(others, key=lambda seq: seq.num_uncomputed)
-        half = num_tokens // 2 // CUT * CUT
-        if not half:  # too few to share, so they take turns
-            self._shortest_goes_first = not self._shortest_goes_first
-            half = num_tokens * self._shortest_goes_first
-        first = max(half, num_tokens - oldest.num_uncomputed)
         rest = [seq for seq in others if seq is not shortest]
-        return [(shortest, first), *((seq, num_tokens) for seq in (oldest, *rest))]
+        first = num_tokens // 2 // CUT * CUT
+        if first:
+            first = max(first, num_tokens - oldest.num_uncomputed)
+            return [(shortest, first), *((seq, num_tokens) for seq in (oldest, *rest))]
+        # Too few to share, so they take turns.
+        self._shortest_goes_first = not self._shortest_goes_first
+        ordered = [shortest, oldest] if self._shortest_goes_first else [oldest, shortest]
+        return [(seq, num_tokens) for seq in (*ordered, *rest)]
 
     def is_lasting(self, checkpoint: Checkpoint) -> bool:
         """It stays when its sequence makes the next one."""
@@ -180,7 +183,10 @@ class Scheduler:
         """Admits in order, until there are prompts for `num_tokens` tokens or no memory is left; whom."""
         sizes = [seq.num_uncomputed for seq in prompts]
         admitted: list[Sequence] = []
-        for seq in list(self.waiting):
+        # Looking at a prompt costs time, so nobody is looked at who is further behind than could run.
+        for seq in self.waiting[: self._max_num_seqs]:
+            if len(self.running) >= self._max_num_seqs:
+                break
             # Two at least are looked after, so that a short prompt need not wait for a long one.
             if num_tokens == 0 or (sum(sizes) >= num_tokens and len(sizes) > 1):
                 break
@@ -323,6 +329,7 @@ class _Step:
         self.scheduled: list[Scheduled] = []
         self.tokens_left = max_num_tokens
         self._logprob_rows_left = PROMPT_LOGPROB_ROWS
+        self._has_prompt = False
 
     def count(self, seq: Sequence, limit: int) -> int:
         """How many tokens of `seq` the step takes on, at most `limit`."""
@@ -332,10 +339,12 @@ class _Step:
         count = min(seq.num_uncomputed, limit)
         if 0 < count < seq.num_uncomputed:
             aligned = count - (seq.num_computed + count) % CUT
-            count = aligned if aligned > 0 else count  # better cut anywhere than let it wait
+            # Where nobody's prompt would go on, better be cut anywhere than wait.
+            count = max(aligned, 0) if aligned > 0 or self._has_prompt else count
         return count
 
     def add(self, item: Scheduled) -> None:
         self.scheduled.append(item)
+        self._has_prompt |= item.end - item.start > 1
         self.tokens_left -= item.end - item.start
         self._logprob_rows_left -= len(item.prompt_rows)
