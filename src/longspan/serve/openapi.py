@@ -274,7 +274,7 @@ _TOKENS = _object(
 _ENTRIES = _list(
     {
         "type": "array",
-        "prefixItems": [_nullable(_LOGPROB), _COUNT, _nullable(_STRING)],
+        "items": {"type": ["number", "string", "null"]},  # [log-probability, id, text]
         "minItems": 3,
         "maxItems": 3,
     }
