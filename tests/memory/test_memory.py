@@ -317,3 +317,21 @@ def test_int8_keys_are_whole_quads_with_a_scale_for_each_key(data_dir: Path) -> 
             assert keys.codes.shape == (7, 2, 5, 4) and keys.codes.dtype == torch.uint8
             assert keys.scale.shape == (7, 5) and keys.scale.dtype == torch.float32
             assert keys.scale.isnan().all()
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("lost", ["page", "slot", "state"])
+def test_an_audit_finds_what_is_lost(data_dir: Path, lost: str, poison: bool) -> None:
+    memory = new_memory(data_dir, poison=poison)
+    seq = memory.new_sequence()
+    assert seq is not None
+    memory.grow(seq, 8)
+    memory.audit()
+    if lost == "page":
+        seq.own.remove(seq.pages[0])
+    elif lost == "slot":
+        memory._held.remove(seq)
+    else:
+        memory._reserved.discard(memory.reserve_state())
+    with pytest.raises(RuntimeError, match=r"Of \d+ "):
+        memory.audit()

@@ -369,7 +369,7 @@ class EngineCore:
                 if item.state_slot is not None:
                     self.memory.cancel(item.state_slot)
         self.memory.settle()
-        self.memory.check()
+        self.memory.audit()
 
     def _count(self, result: StepResult, seconds: float) -> None:
         counters = self._counters

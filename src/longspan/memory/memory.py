@@ -251,6 +251,19 @@ class Memory:
         slots = [seq.slot for seq in self._held] + self.cache.held_slots() + list(self._reserved)
         self._arena.check(pages, slots)
 
+    def audit(self) -> None:
+        """`check` if memory is poisoned; else only whether the numbers add up, which takes no time."""
+        if self._poison:
+            self.check()
+            return
+        pages = sum(len(seq.own) for seq in self._held) + self.cache.num_pages + self.free_pages
+        slots = len(self._held) + self.cache.num_slots + len(self._reserved)
+        if pages + slots * self._arena.pages_per_slab != self.num_pages:
+            raise RuntimeError(
+                f"Of {self.num_pages} pages {pages} are free or hold tokens, and {slots} slots hold states, "
+                f"each of {self._arena.pages_per_slab} pages."
+            )
+
     def _start(self, tip: Checkpoint | None, restore: bool = True) -> SequenceMemory | None:
         if tip:
             self.cache.pin(tip)
