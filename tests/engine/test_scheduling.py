@@ -324,3 +324,26 @@ def test_who_waits_for_a_prompt_like_its_own_is_looked_at_only_as_far_as_it_coul
     engine.step()
     assert sum(bool(seq._digests) for seq in engine.core._scheduler.waiting) <= 3
     finish(engine)
+
+
+@pytest.mark.parametrize("chunk", [64, 100, 512])
+@pytest.mark.parametrize("prompt_logprobs", [None, 0])
+def test_a_long_prompt_goes_on_however_many_short_ones_come(
+    config: ModelConfig, chunk: int, prompt_logprobs: int | None
+) -> None:
+    engine = make_engine(FakeModel(config), num_pages=1000, num_slots=4, chunk=chunk)
+    wanted = {"max_tokens": 1, "prompt_logprobs": prompt_logprobs}
+    engine.add(make_request("long", [3 + i % 40 for i in range(700)], **wanted))
+    for step in range(60):
+        while engine.stats.num_running + engine.stats.num_waiting < 4:
+            tokens = [3 + i % 40 for i in range(129)]  # as many as a step has rows for
+            engine.add(
+                make_request(
+                    f"{step}-{engine.stats.num_running}-{engine.stats.num_waiting}", tokens, **wanted
+                )
+            )
+        if any(output.request_id == "long" and output.finish for output in engine.step()):
+            break
+    else:
+        pytest.fail("the long prompt was never computed")
+    finish(engine)

@@ -129,10 +129,11 @@ class Scheduler:
         shortest = min(others, key=lambda seq: seq.num_uncomputed)
         rest = [seq for seq in others if seq is not shortest]
         first = num_tokens // 2 // CUT * CUT
-        if first:
+        both_want_rows = oldest.num_missing_prompt_logprobs and shortest.num_missing_prompt_logprobs
+        if first and not both_want_rows:
             first = max(first, num_tokens - oldest.num_uncomputed)
             return [(shortest, first), *((seq, num_tokens) for seq in (oldest, *rest))]
-        # Too few to share, so they take turns.
+        # Too few tokens, or rows of log-probabilities, to share, so they take turns.
         self._shortest_goes_first = not self._shortest_goes_first
         ordered = [shortest, oldest] if self._shortest_goes_first else [oldest, shortest]
         return [(seq, num_tokens) for seq in (*ordered, *rest)]
