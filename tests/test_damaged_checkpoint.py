@@ -75,7 +75,7 @@ def damage_json(data: st.DataObject, value: Any) -> Any:
             if data.draw(st.integers(0, 5)) == 0:
                 del container[key]
             else:
-                container[key] = data.draw(HOSTILE)
+                container[key] = copy.deepcopy(data.draw(HOSTILE))
     return value
 
 

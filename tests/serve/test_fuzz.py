@@ -16,6 +16,7 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic_core import from_json
 from support.scripted import Reciter, Running, ScriptedModel, running_server
 
 from longspan.chat import Tokenizer
@@ -380,10 +381,17 @@ def _message_told(message: dict[str, Any]) -> list[Any]:
     return [message["stop_reason"], blocks]
 
 
+def arguments_so_far(text: str) -> dict[str, Any]:
+    """Of a call that was cut off: what is complete of its arguments."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _message_added(events: list[dict[str, Any]]) -> list[Any]:
     """As Anthropic's client does: the input of a call is what of its JSON has come."""
-    from pydantic_core import from_json
-
     blocks: list[dict[str, Any]] = []
     texts: list[str] = []
     for event in events:
@@ -395,7 +403,7 @@ def _message_added(events: list[dict[str, Any]]) -> list[Any]:
             texts[event["index"]] += text
     for block, text in zip(blocks, texts, strict=True):
         if block["type"] == "tool_use":
-            block["input"] = from_json(text or "{}", allow_partial=True)
+            block["input"] = arguments_so_far(text)
         else:
             block[block["type"]] = text
     return [events[-2]["delta"]["stop_reason"], blocks]

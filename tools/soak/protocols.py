@@ -177,7 +177,10 @@ def _message_streamed(events: Iterable[Json]) -> Answer:
             case "message_delta":
                 _end_message(answer, event["delta"], event["usage"])
     for call in choice.calls:  # what is cut off counts as far as it goes, as in the whole message
-        call[1] = json.dumps(from_json(call[1] or "{}", allow_partial=True))
+        try:
+            call[1] = json.dumps(from_json(call[1], allow_partial=True))
+        except ValueError:
+            call[1] = "{}"
     return answer
 
 

@@ -105,11 +105,9 @@ class MessageWriter:
         return events + self._finish(step.finish) if step.finish else events
 
     def whole(self) -> dict[str, Any]:
-        """The message so far. Arguments that were cut off hold what is complete of them."""
+        """The message so far."""
         blocks = [
-            block | {"input": from_json(block["input"] or "{}", allow_partial=True)}
-            if block["type"] == "tool_use"
-            else block
+            block | {"input": _input(block["input"])} if block["type"] == "tool_use" else block
             for block in self._message["content"]
         ]
         return self._message | {"content": blocks}
@@ -178,6 +176,15 @@ class MessageWriter:
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
         }
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call, or what is complete of them; nothing where no object begins."""
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 MESSAGES = Generation(MESSAGES_PATH, MessagesRequest, prepare_message, complete_message, stream_message)
