@@ -59,7 +59,7 @@ def test_page_size_and_cache_have_two_names() -> None:
         ({"snapshot_interval": 0}, "snapshot_interval is 0. Legal is an integer from 1 to"),
         ({"swap_gib": -1}, "swap_gib is -1. Legal is a number at least 0 and below"),
         ({"max_itl_ms": None}, "max_itl_ms is None. Legal is a number at least 0"),
-        ({"async_scheduling": 1}, "async_scheduling is 1. Legal is True or False"),
+        ({"async_scheduling": 1}, "async_scheduling is 1. Legal is True, False or None"),
         ({"index_key_dtype": "fp8"}, "index_key_dtype is 'fp8'. Legal is one of auto, int8"),
         ({"threads": 0}, "threads is 0. Legal is an integer from 1 to 1024"),
         ({"cpus": "3-1"}, "cpus is '3-1'. Legal is a list like 0,2-5"),

@@ -9,6 +9,7 @@ way.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from bisect import bisect_left
@@ -36,6 +37,7 @@ from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan, plan_memory
 from longspan.model.loader import load_model
 from longspan.ops.backend import select_backend
+from longspan.ops.native.threads import default_threads
 from longspan.structure import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -81,7 +83,10 @@ class EngineCore:
         num_pages = -(-self.max_model_len // self.plan.page_size)
         state = BatchState(self.plan.max_num_seqs, num_pages, self.plan.page_size)
         self._runner = Runner(model, self.memory, state)
-        self._thread = StepThread(self._runner) if options.async_scheduling else None
+        asynchronous = options.async_scheduling
+        if asynchronous is None:
+            asynchronous = _has_spare_processor(options)
+        self._thread = StepThread(self._runner) if asynchronous else None
         self._in_flight: Step | None = None
         self._vocabulary = Vocabulary(tokenizer, model.config.eos_token_ids) if tokenizer else None
         self._running: dict[str, list[Sequence]] = {}  # unfinished choices of each request
@@ -394,6 +399,12 @@ class _Counters:
         self.num_step_tokens = 0
         self.step_seconds = 0.0
         self.model_seconds = 0.0
+
+
+def _has_spare_processor(options: EngineOptions) -> bool:
+    """Preparing a step beside another one gains nothing where it takes a processor from the operators."""
+    threads = options.threads or len(options.cpus) or default_threads()
+    return len(os.sched_getaffinity(0)) > threads
 
 
 def _plan(config: ModelConfig, options: EngineOptions, weight_bytes: int) -> MemoryPlan:

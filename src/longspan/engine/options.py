@@ -37,7 +37,8 @@ class EngineOptions:
     snapshot_interval: int | None = None  # tokens of a prompt from one kept state to the next
     swap_gib: float | None = None  # of the host pool for preempted sequences
     max_itl_ms: float = 500  # decoding sequences wait no longer for prompts of others; 0: no bound
-    async_scheduling: bool = True  # a step is prepared while the one before it runs
+    # A step is prepared while the one before it runs; None: if a processor is left beside the operators.
+    async_scheduling: bool | None = None
     index_key_dtype: str = "auto"  # the model's dtype, or "int8"
     threads: int | None = None  # of the operators; None: one for each core the process may use
     cpus: tuple[int, ...] = ()  # processors they stay on, one each; empty: wherever the process may run
@@ -63,9 +64,10 @@ class EngineOptions:
         self._check_number("cache_gib", low_is_legal=False)
         self._check_number("swap_gib")
         self._check_number("max_itl_ms", optional=False)
-        for name in ("enable_prefix_caching", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                raise _illegal(name, getattr(self, name), "True or False")
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise _illegal("enable_prefix_caching", self.enable_prefix_caching, "True or False")
+        if not isinstance(self.async_scheduling, bool | None):
+            raise _illegal("async_scheduling", self.async_scheduling, "True, False or None")
 
     def _check_number(self, name: str, low_is_legal: bool = True, optional: bool = True) -> None:
         value = getattr(self, name)
@@ -211,7 +213,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         default=default.async_scheduling,
-        help="prepare a step while the one before it runs (default: yes)",
+        help="prepare a step while the one before it runs (default: if a processor is left beside --threads)",
     )
     group.add_argument(
         "--index-key-dtype",
