@@ -30,6 +30,9 @@ def kill_in_mid_stream(server: ServerProcess) -> list[httpx.Response]:
         asked = [pool.submit(server.post, TEXT, body) for body in bodies]
         while server.metric("num_requests_running") < 4:
             time.sleep(0.02)
+        begun = server.metric("generation_tokens_total")
+        while server.metric("generation_tokens_total") < begun + 40:  # ten of each: all streams have begun
+            time.sleep(0.02)
         os.kill(server.worker, signal.SIGKILL)
         return [answer.result() for answer in asked]
 

@@ -286,6 +286,14 @@ def test_shutting_down_does_not_wait_for_a_step_that_takes_for_ever(
     assert started.worker.process.returncode == -signal.SIGKILL
 
 
+def test_the_server_needs_no_torch() -> None:
+    program = (
+        "import sys, longspan.serve.command, longspan.serve.app, longspan.engine.async_engine\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_worker_leaves_with_its_front_even_in_the_middle_of_a_step() -> None:
     program = f"""
 from support.counting_core import CountingCore

@@ -1,4 +1,7 @@
-"""A core without a model, to be made in a child process: it counts, or fails as it is told to."""
+"""A core without a model, to be made in a child process: it counts, or fails as it is told to.
+
+Nothing here imports torch, so that a child is there in a moment.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from support.serving import small_plan
-
 from longspan.config import load_config
 from longspan.engine.output import End, Started, TokenOutput
 from longspan.engine.request import Request
 from longspan.engine.stats import EngineStats
 from longspan.errors import CapacityError, RequestError
+from longspan.memory.plan import MemoryPlan
 
 CONFIG = Path(__file__).parents[1] / "data/k31-text"
 
@@ -32,7 +34,7 @@ class CountingCore:
 
     def __post_init__(self) -> None:
         self.config = load_config(CONFIG)
-        self.plan = small_plan(64, 16, 4)
+        self.plan = MemoryPlan(16, pages_per_slab=4, num_slabs=20, max_num_seqs=4, max_model_len=1024)
 
     @property
     def has_work(self) -> bool:
