@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.fake_model import FakeModel
-from support.serving import Answers, assert_all_free, gather, make_engine, make_request, run
+from support.serving import Answers, assert_all_free, gather, make_engine, make_request, run, steps
 
 from longspan.config import ModelConfig
 from longspan.engine.engine import Engine
@@ -53,8 +53,7 @@ class Warm:
         cached = dict.fromkeys([request.id for request in requests], 0)
         for request in requests:
             self.engine.add(request)
-        while self.engine.has_work:
-            outputs = self.engine.step()
+        for outputs in steps(self.engine):
             gather(outputs, answers)
             for output in outputs:
                 cached[output.request_id] += output.cached_tokens
@@ -249,20 +248,21 @@ class CachingMachine(RuleBasedStateMachine):
     lone_answers: dict[tuple[int, ...], list[int]]
 
     @initialize(
-        slabs=st.tuples(st.integers(9, 30), st.integers(1, 4)),
+        sizes=st.tuples(st.integers(8, 30), st.integers(1, 4), st.sampled_from([1, 3])),
         swap_bytes=st.sampled_from([0, 1 << 30]),
         chunk=st.sampled_from([1, 3, 8, 64]),
         interval=st.sampled_from([4, 8, 16]),
         asynchronous=st.booleans(),
     )
     def start(
-        self, slabs: tuple[int, int], swap_bytes: int, chunk: int, interval: int, asynchronous: bool
+        self, sizes: tuple[int, int, int], swap_bytes: int, chunk: int, interval: int, asynchronous: bool
     ) -> None:
         self.engine = warm_engine(
             FakeModel(self.config),
-            num_pages=slabs[0],
-            num_slots=slabs[1],
-            max_model_len=34,
+            num_pages=sizes[0],
+            num_slots=sizes[1],
+            pages_per_slab=sizes[2],
+            max_model_len=32,  # of the longest sequence here: at least it fits
             swap_bytes=swap_bytes,
             chunk=chunk,
             snapshot_interval=interval,

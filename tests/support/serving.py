@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,7 @@ def make_engine(
     num_pages: int = 64,
     page_size: int = 4,
     num_slots: int = 8,
+    pages_per_slab: int = 1,
     chunk: int = 512,
     max_model_len: int | None = None,
     poison: bool = True,
@@ -45,7 +46,12 @@ def make_engine(
     """An engine whose free memory is NaN, unless `poison` is false; in one thread, without a prefix cache."""
     given = {"dtype": "float32", "enable_prefix_caching": False, "async_scheduling": False, "max_itl_ms": 0}
     given |= {"max_num_batched_tokens": chunk, "page_size": page_size}
-    plan = replace(small_plan(num_pages, page_size, num_slots, max_model_len), swap_bytes=swap_bytes)
+    plan = replace(
+        small_plan(num_pages, page_size, num_slots, max_model_len),
+        pages_per_slab=pages_per_slab,
+        num_slabs=-(-num_pages // pages_per_slab) + num_slots,
+        swap_bytes=swap_bytes,
+    )
     return Engine(model, tokenizer, EngineOptions(**(given | options)), plan, poison)
 
 
@@ -107,10 +113,19 @@ def assert_all_free(engine: Engine) -> None:
     engine.memory.check()
 
 
+def steps(engine: Engine) -> Iterator[list[StepOutput]]:
+    """The outputs of each step until nothing is left. Fails if that is never."""
+    for _ in range(20_000):
+        if not engine.has_work:
+            return
+        yield engine.step()
+    raise AssertionError(f"no progress: {engine.stats}")
+
+
 def finish(engine: Engine, answers: Answers | None = None) -> Answers:
     """Steps until nothing is left; all memory must be back then."""
     answers = {} if answers is None else answers
-    while engine.has_work:
-        gather(engine.step(), answers)
+    for outputs in steps(engine):
+        gather(outputs, answers)
     assert_all_free(engine)
     return answers
