@@ -123,17 +123,29 @@ def test_replies_are_the_same_alone_and_together(config: ModelConfig, bytes_voca
         assert tokens(together, request.id) == tokens(alone, request.id)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("swap_bytes", [0, 1 << 30])
 def test_a_preempted_reply_goes_on_as_if_nothing_had_happened(
-    config: ModelConfig, bytes_vocabulary: Vocabulary
+    config: ModelConfig, bytes_vocabulary: Vocabulary, swap_bytes: int, asynchronous: bool
 ) -> None:
     v = bytes_vocabulary
     requests = [
         chat_request(f"{seed}", v, answer_structure(v, False), False, seed=seed, max_tokens=100)
         for seed in range(6)
     ]
-    small = make_engine(FakeModel(config), v.tokenizer, num_pages=40, num_slots=6)
+    small = make_engine(
+        FakeModel(config),
+        v.tokenizer,
+        num_pages=40,
+        num_slots=6,
+        swap_bytes=swap_bytes,
+        async_scheduling=asynchronous,
+        enable_prefix_caching=True,
+        snapshot_interval=16,
+    )
     squeezed = run(small, *requests)
-    assert small.stats.num_preemptions > 0
+    small.core.close()
+    assert small.stats.num_preemptions + small.stats.num_swaps > 0
     roomy = run(big_engine(config, v), *requests)
     assert all(squeezed[key].token_ids == roomy[key].token_ids for key in roomy)
 
