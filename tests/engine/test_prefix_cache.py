@@ -133,6 +133,14 @@ def test_choices_of_one_request_share_its_prompt(warm: Warm) -> None:
     assert warm.engine.stats.num_step_tokens - before == 41 + 2 * 1 + 3 * 3
 
 
+def test_choices_that_outrank_others_share_their_prompt_as_well(warm: Warm) -> None:
+    warm.engine.add(replace(make_request("low", prompt(2, 3), max_tokens=40), priority=1))
+    warm.engine.step()
+    before = warm.engine.stats.num_step_tokens
+    run(warm.engine, make_request("high", prompt(1, 41), n=3, temperature=1.0, seed=5, max_tokens=1))
+    assert warm.engine.stats.num_step_tokens - before <= 41 + 2 * 1 + 40
+
+
 def test_packed_prompts_of_any_length_leave_right_checkpoints(warm: Warm) -> None:
     prompts = [prompt(i, length) for i, length in enumerate([INTERVAL + 3, 2 * INTERVAL + 5, INTERVAL + 1])]
     warm.ask_together(*prompts)

@@ -207,7 +207,7 @@ class Scheduler:
         for seq in list(self.waiting):
             if not self._outranks(seq):
                 break
-            if seq.num_in_flight:
+            if seq.num_in_flight or self._waits_for_another(seq):
                 continue
             while not self._admit(seq) and self._outranks(seq):
                 self._preempt(self.running[-1])
