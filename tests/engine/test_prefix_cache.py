@@ -356,3 +356,19 @@ def test_the_real_model_in_a_small_arena(decoder: Decoder, swap_bytes: int, asyn
     hits = [cached for _, cached in warm.ask_together(*reversed(prompts), max_tokens=10)]
     assert max(hits) > 0
     warm.engine.core.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_edit_that_fails_ends_the_engine_since_nobody_knows_who_holds_what(
+    config: ModelConfig, asynchronous: bool
+) -> None:
+    engine = warm_engine(FakeModel(config), async_scheduling=asynchronous).engine
+    engine.add(make_request("a", prompt(1, 9)))
+
+    def fail() -> None:
+        raise MemoryError("planned")
+
+    engine.memory._edits.append(fail)
+    with pytest.raises(MemoryError, match="planned"):
+        for _ in range(3):
+            engine.step()

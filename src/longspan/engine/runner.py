@@ -87,11 +87,14 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, step: Step, edits: list[Edit]) -> StepResult:
-        """Never raises: a failure is that of all these sequences, whose memory is then undefined."""
+        """A failure is that of all these sequences, whose memory is then undefined.
+
+        Raises only if an edit does: then nobody knows any more who holds what, and the engine must end.
+        """
         began = time.perf_counter()
+        for edit in edits:
+            edit()
         try:
-            for edit in edits:
-                edit()
             fill_in(step.batch, step.scheduled)
             logits = self._model.step(step.batch, self._memory.views)
             results = self._take(step, logits)

@@ -15,7 +15,7 @@ class StepThread:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._steps: SimpleQueue[tuple[Step, list[Edit]] | None] = SimpleQueue()
-        self._results: SimpleQueue[StepResult] = SimpleQueue()
+        self._results: SimpleQueue[StepResult | BaseException] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="longspan-steps", daemon=True)
         self._thread.start()
 
@@ -23,7 +23,11 @@ class StepThread:
         self._steps.put((step, edits))
 
     def wait(self) -> StepResult:
-        return self._results.get()
+        """Raises what `Runner.run` raised."""
+        result = self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def stop(self) -> None:
         self._steps.put(None)
@@ -31,4 +35,7 @@ class StepThread:
 
     def _run(self) -> None:
         while (work := self._steps.get()) is not None:
-            self._results.put(self._runner.run(*work))
+            try:
+                self._results.put(self._runner.run(*work))
+            except BaseException as error:
+                self._results.put(error)
