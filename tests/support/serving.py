@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from longspan.chat import Tokenizer
+from longspan.engine.core import EngineCore
 from longspan.engine.engine import Engine
 from longspan.engine.options import EngineOptions
 from longspan.engine.output import Finish, StepOutput, TokenLogprobs
@@ -52,7 +53,7 @@ def make_engine(
         num_slabs=-(-num_pages // pages_per_slab) + num_slots,
         swap_bytes=swap_bytes,
     )
-    return Engine(model, tokenizer, EngineOptions(**(given | options)), plan, poison)
+    return Engine(EngineCore(model, tokenizer, EngineOptions(**(given | options)), plan, poison))
 
 
 def make_request(

@@ -11,7 +11,6 @@ from longspan.engine.front import Front
 from longspan.engine.options import EngineOptions
 from longspan.engine.output import StepOutput
 from longspan.engine.request import Request
-from longspan.engine.runner import Model
 from longspan.engine.stats import EngineStats
 from longspan.memory.memory import Memory
 from longspan.memory.plan import MemoryPlan
@@ -20,27 +19,14 @@ from longspan.memory.plan import MemoryPlan
 class Engine:
     """Serves requests of one model with one memory. Not thread-safe."""
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: Tokenizer | None,
-        options: EngineOptions,
-        plan: MemoryPlan | None = None,
-        poison: bool = False,
-    ) -> None:
-        """As `EngineCore`."""
-        self._open(EngineCore(model, tokenizer, options, plan, poison))
-
-    def _open(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore) -> None:
         self.core = core
         self._front = Front()
 
     @classmethod
     def from_path(cls, path: str | Path, options: EngineOptions) -> Engine:
         """As `EngineCore.from_path`."""
-        engine = cls.__new__(cls)
-        engine._open(EngineCore.from_path(path, options))
-        return engine
+        return cls(EngineCore.from_path(path, options))
 
     @property
     def config(self) -> ModelConfig:
