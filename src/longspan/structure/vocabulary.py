@@ -8,11 +8,12 @@ What takes too long nevertheless is left behind with its thread.
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ _SECONDS = 10
 _AND = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(&)')
 
 _stack_size = threading.Lock()
+_under_way: set[Future[Any]] = set()
 T = TypeVar("T")
 
 
@@ -130,7 +132,15 @@ def _on_large_stack(function: Callable[[], T]) -> Future[T]:
             threading.Thread(target=run, name="grammar", daemon=True).start()
         finally:
             threading.stack_size(before)
+    _under_way.add(future)
+    future.add_done_callback(_under_way.discard)
     return future
+
+
+@atexit.register
+def _finish() -> None:
+    """A thread that comes back to Python while the interpreter ends is unwound, and Rust dies of it."""
+    wait(tuple(_under_way), _SECONDS)
 
 
 @lru_cache(maxsize=64)
