@@ -89,8 +89,10 @@ class Constraint:
 
 
 def uncompilable(param: str, problem: str) -> RequestError:
-    """`problem` is llguidance's, in one or more lines; the first says what is wrong."""
-    first = (problem.strip().splitlines() or [""])[0]
+    """`problem` is llguidance's: its first line says what is wrong; after a colon, one below says why."""
+    first, *below = problem.strip().splitlines() or [""]
+    if first.endswith(":"):
+        first += next((line.removeprefix("error:") for line in below if line.startswith("error:")), "")
     why = "no text matches it" if first in ("", "NoExtensionBias") else first
     return RequestError(
         f"`{param}` can't be enforced: {why}.",
