@@ -21,3 +21,8 @@ def test_leaving_several_prompts_leaves_no_failure_unheard(
     server.wait_until_idle()
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_an_idle_connection_is_kept_longer_than_clients_keep_it(server: Running) -> None:
+    """Those of httpx, aiohttp and nginx live 5, 15 and 60 seconds: the one to close must be the client."""
+    assert server.server.config.timeout_keep_alive > 60

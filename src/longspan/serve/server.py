@@ -15,6 +15,7 @@ from longspan.errors import CapacityError
 from longspan.serve.connection import Connection
 
 _GRACE_AFTER_ABORT = 5  # seconds that aborted requests have to tell their clients
+_KEEP_ALIVE = 75  # seconds; longer than clients keep one, or a request may meet a connection being closed
 _DRAIN_POLL = 0.05  # seconds
 
 
@@ -58,6 +59,7 @@ class Server(uvicorn.Server):
             access_log=access_log,
             lifespan="on",
             http=Connection,
+            timeout_keep_alive=_KEEP_ALIVE,
         )
         super().__init__(config)
         self._drain_seconds = drain_seconds
