@@ -14,6 +14,7 @@ from longspan.chat import Function, ReplyParser, xtml
 from longspan.config import ModelConfig
 from longspan.engine.readers import ChatReader
 from longspan.engine.request import Request, SamplingParams
+from longspan.errors import RequestError
 from longspan.structure import Calls, Structure, StructuredOutputs, Vocabulary, chat_structure
 
 SCHEMA: dict[str, Any] = {
@@ -202,3 +203,14 @@ def test_a_bias_that_bans_all_that_may_come_fails_that_request_alone(
 def test_special_tokens_of_the_chat_are_those_of_a_prompt(bytes_vocabulary: Vocabulary) -> None:
     tokenizer = bytes_vocabulary.tokenizer
     assert [tokenizer.special[name] for name in xtml.CONTROL_TOKENS] == [259, 260, 261, 258]
+
+
+def test_a_grammar_too_complex_for_its_reply_is_the_fault_of_its_request(
+    config: ModelConfig, bytes_vocabulary: Vocabulary, caplog: pytest.LogCaptureFixture
+) -> None:
+    structure = StructuredOutputs(regex="a{100000000}").answer().structure(bytes_vocabulary)
+    hard = make_request("hard", PROMPT, structure=structure, max_tokens=3)
+    answers = run(big_engine(config, bytes_vocabulary), hard, make_request("mate", PROMPT, max_tokens=3))
+    finish = answers["hard", 0].finish
+    assert finish and isinstance(finish.error, RequestError)
+    assert answers["mate", 0].reason == "length" and not caplog.records

@@ -265,6 +265,8 @@ class EngineCore:
                 try:
                     seq.append(one.sampled.token_id)
                     end = self._end_after(seq, one.sampled.token_id)
+                except RequestError as error:
+                    end = End("error", error=error)
                 except Exception as error:
                     logger.exception("a constraint failed")
                     end = End("error", error=unexpected(error))

@@ -19,7 +19,7 @@ from torch import Tensor
 from longspan.engine.failures import non_finite_edits, nothing_left, unexpected
 from longspan.engine.output import Logprob, TokenLogprobs
 from longspan.engine.sequence import Sequence
-from longspan.errors import LongspanError
+from longspan.errors import LongspanError, RequestError
 from longspan.ops.backend import Operators
 from longspan.ops.sampling import TokenCounts, apply_masks, uniforms
 from longspan.ops.top_k import top_k_indices
@@ -148,6 +148,8 @@ def _mask(seq: Sequence) -> Tensor | LongspanError | None:
         return None
     try:
         return seq.constraint.mask()
+    except RequestError as error:
+        return error
     except Exception as error:
         logger.exception("a constraint failed")
         return unexpected(error)

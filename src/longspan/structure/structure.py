@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from longspan.chat import xtml
-from longspan.errors import LongspanError, RequestError
+from longspan.errors import RequestError
 from longspan.structure.vocabulary import Vocabulary, waited_for
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Constraint:
     def mask(self) -> Tensor:
         """Bits of the tokens that may come next, the lowest first: int32 [ceil(vocab / 32)].
 
-        Raises LongspanError if the grammar turned out to be too complex.
+        Raises RequestError if the grammar turned out to be too complex.
         """
         import torch
 
@@ -73,7 +73,7 @@ class Constraint:
         return bits
 
     def accept(self, token_id: int) -> None:
-        """The next token. Raises LongspanError for one that was not allowed."""
+        """The next token. Raises RequestError if the grammar turned out to be too complex."""
         if self._free is None:
             matcher = self._start()
             matcher.consume_token(token_id)
@@ -103,7 +103,7 @@ def uncompilable(param: str, problem: str) -> RequestError:
 
 def _check(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        raise LongspanError(
+        raise RequestError(
             f"The structure that was asked for failed: {matcher.get_error().strip().splitlines()[0]}.",
             remedy="Simplify the schema or grammar.",
         )
