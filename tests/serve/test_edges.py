@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
@@ -146,7 +147,9 @@ def test_priority_timeout_and_salt_reach_the_engine(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_deadline_is_504_or_the_last_event(server: Running, path: str) -> None:
+def test_a_deadline_is_504_or_the_last_event(
+    server: Running, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     server.say("word ", repeat=4000)
     server.model.before_step = lambda: time.sleep(0.01)
     body = BODIES[path] | ENDLESS.get(path, {}) | {"timeout": 0.15}
@@ -154,6 +157,7 @@ def test_a_deadline_is_504_or_the_last_event(server: Running, path: str) -> None
     assert whole.status_code == 504 and whole.json()["error"]["type"] == "timeout_error"
     last = server.post(path, body | {"stream": True}).text.strip().split("\n\n")[-1]
     assert "error" in last and "[DONE]" not in last
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES, GENERATE])

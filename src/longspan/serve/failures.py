@@ -128,7 +128,7 @@ def failure(
 def failure_of(request: Request, error: Exception) -> JsonResponse:
     """The answer to a request that ended with `error`."""
     status = status_of(error)
-    if status >= 500:
+    if status == 500:
         logger.error("a request failed: %s", error)
     headers = {"Retry-After": "1"} if status in (429, 503) else None
     return failure(request, status, message_of(error), getattr(error, "param", None), headers)
