@@ -245,8 +245,9 @@ def test_lengths_beyond_the_context_are_refused_before_any_request(
     assert "4097" in shown and "4096" in shown and fake.bodies == []
 
 
-def test_a_server_that_is_not_there_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "http://127.0.0.1:9", *SMALL]) == 2
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9"])
+def test_a_server_that_is_not_there_is_told_in_a_line(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", url, *SMALL]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("longspan bench serve: http://127.0.0.1:9 can't be reached")
     assert "Traceback" not in shown

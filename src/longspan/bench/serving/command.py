@@ -71,6 +71,7 @@ async def _measure(args: argparse.Namespace, dataset: Dataset, show: Callable[[R
     from longspan.bench.serving.server import Server, prompt_source  # aiohttp may be missing
 
     url = args.url or args.base_url or f"http://{args.host}:{args.port}"
+    url = url if "://" in url else f"http://{url}"
     async with Server.connect(url, args.api_key, args.timeout) as server:
         card = await server.card(args.model)
         dialect = Dialect(args.endpoint, card["id"], args.ignore_eos, args.extra_body)
