@@ -230,6 +230,7 @@ def test_optional_fields_can_be_absent(name):
         ("text_config.linear_attn_config.full_attn_layers", [4], r"name each layer once.*missing: \[8, 12"),
         ("text_config.linear_attn_config.kda_layers", [*range(1, 94)], r"named twice: \[4, 8"),
         ("text_config.num_hidden_layers", 92, r"outside: \[93\]"),
+        ("architectures", [["KimiK3ForConditionalGeneration"]], "legal is one of .*, in a list"),
         ("text_config.num_hidden_layers", 10**9, r"missing: \[94, 95"),
         ("text_config.num_hidden_layers", 10**15, "legal is at most 2147483647"),
         ("text_config.routed_scaling_factor", 10**400, "routed_scaling_factor is 1000"),

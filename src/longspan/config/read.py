@@ -132,13 +132,13 @@ def parse_config(
 
 def _family(top: Fields) -> Family:
     architectures = top.take("architectures", legal=" or ".join(FAMILIES))
-    known = [a for a in architectures if a in FAMILIES] if isinstance(architectures, list) else []
-    if len(known) != 1 or len(architectures) != 1:
+    is_one = isinstance(architectures, list) and len(architectures) == 1
+    if not is_one or not isinstance(architectures[0], str) or architectures[0] not in FAMILIES:
         raise ConfigError(
             f"architectures is {shown(architectures)}; legal is one of {', '.join(FAMILIES)}, in a list.",
             remedy="Longspan runs the Kimi K3 family only.",
         )
-    return FAMILIES[known[0]]
+    return FAMILIES[architectures[0]]
 
 
 def _tied(top: Fields, text: Fields) -> bool:
