@@ -162,9 +162,10 @@ def test_serve_refuses_limits_that_are_none(
     assert shown.startswith(f"longspan serve: {flag} is ") and "from 0" in shown
 
 
-def test_serve_refuses_an_empty_key(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "x", "--api-key", " "]) == 2
-    assert "--api-key is empty" in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_serve_refuses_what_is_empty(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "x", flag, " "]) == 2
+    assert f"{flag} is empty" in capsys.readouterr().err
 
 
 def test_inspect_of_a_file_of_weights_asks_for_the_directory(

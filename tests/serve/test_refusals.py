@@ -45,6 +45,8 @@ def still_serves(server: Running):
         ({"store": True}, "store", "false"),
         ({"prediction": {"type": "content", "content": "x"}}, "prediction", "leave it out"),
         ({"echo": True}, "echo", "false"),
+        ({"best_of": 2}, "best_of", "`n`"),
+        ({"early_stopping": True}, "early_stopping", "beam search"),
         ({"skip_special_tokens": False}, "skip_special_tokens", "true"),
         ({"temperature": -1}, "temperature", "at least 0"),
         ({"temperature": "warm"}, "temperature", "number"),

@@ -133,6 +133,8 @@ def main(args: argparse.Namespace) -> int:
             )
     if args.api_key is not None and not args.api_key.strip():
         raise CapacityError("--api-key is empty.", remedy="Give a key, or leave it out to ask for none.")
+    if not all(name.strip() for name in args.served_model_name or ()):
+        raise CapacityError("--served-model-name is empty.", remedy="Give a name, or leave it out.")
 
     logs.configure(args.log_level, args.log_format, access_log=args.access_log)
 

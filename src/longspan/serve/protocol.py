@@ -16,6 +16,8 @@ from longspan.serve.thinking import thinking_options
 _NO_STORE = Refused("Nothing is stored: leave it out or send false.", (False,))
 _TIER = Refused('There is one tier: leave it out, or send "auto" or "default".', ("auto", "default"))
 REFUSED_EVERYWHERE = {
+    "best_of": Refused("Leave it out, or use `n` and choose among the answers.", (1,)),
+    "early_stopping": Refused("It belongs to beam search, which is not available.", (False,)),
     "use_beam_search": Refused("Beam search is not available; leave it out or send false.", (False,)),
     "length_penalty": Refused("It belongs to beam search, which is not available.", (1, 1.0)),
     "truncate_prompt_tokens": Refused("Prompts are never cut; shorten the prompt before sending it."),
@@ -45,7 +47,6 @@ REFUSED_IN_CHAT = {
 }
 REFUSED_IN_COMPLETIONS = {
     "suffix": Refused("The model continues text and does not fill in the middle; leave it out."),
-    "best_of": Refused("Leave it out, or use `n` and choose among the answers.", (1,)),
     "messages": Refused("Chats belong to /v1/chat/completions."),
 }
 
