@@ -66,7 +66,8 @@ class Gate:
             return failure(request, 503, message, headers={"Retry-After": "5"})
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > self._max_body_bytes:
-            return failure(request, 413, self._too_large(), headers={"Connection": "close"})
+            # The connection stays open and the rest is read past: a close would take the answer with it.
+            return failure(request, 413, self._too_large())
         return None
 
     def _counted(self, receive: Receive) -> Receive:
