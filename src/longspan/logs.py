@@ -24,7 +24,7 @@ def configure(
     level: str = "info", format: str = "text", *, access_log: bool = False, stream: TextIO | None = None
 ) -> None:
     """Sends all records to `stream` (stderr). Libraries below warning only where `level` is debug."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = logging.StreamHandler(stream) if stream else _StderrHandler()
     handler.setFormatter(_JsonFormatter() if format == "json" else _TextFormatter())
     root = logging.getLogger()
     root.handlers = [handler]
@@ -72,3 +72,15 @@ def _word(value: Any) -> str:
         return f"{value:.4f}"
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text if _PLAIN.fullmatch(text) else json.dumps(text)
+
+
+class _StderrHandler(logging.StreamHandler):
+    """Writes to stderr as it is at that moment: it may be another one than when logging was set up."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        pass
