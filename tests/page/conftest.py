@@ -31,8 +31,9 @@ def server(shared_server: Running) -> Iterator[Running]:
     shared_server.wait_until_idle()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Playwright keeps an event loop running in this thread, so it leaves with the tests that need it."""
     with running_chromium() as chromium:
         yield chromium
 
@@ -45,7 +46,7 @@ def visit(server: Running, browser: Any) -> Iterator[Visit]:
     visit.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def library(shared_server: Running, browser: Any) -> Iterator[Visit]:
     """A page for tests of its modules alone, which leave nothing behind."""
     visit = visited(shared_server, browser)
