@@ -4,8 +4,8 @@
 
 A step is everything from one step of the engine to the next: scheduling, metadata, model, sampling, stop
 checks, outputs with their text. "Outside" is what of it is neither model nor sampler. Asynchronous and
-synchronous engines take turns, round by round; medians over steps and rounds. Greedy, text read by a reader as
-for a server.
+synchronous engines take turns, round by round; medians over steps and rounds. Greedy, text read as for a
+server.
 """
 
 from __future__ import annotations
