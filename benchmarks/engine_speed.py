@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     args = parser.parse_args()
 
-    llm = LLM(args.model, dtype=args.dtype)
+    llm = LLM(args.model, dtype=args.dtype, enable_prefix_caching=False)
     rng = random.Random(0)
     vocab = llm.engine.config.vocab_size
 
