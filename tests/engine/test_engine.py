@@ -17,7 +17,7 @@ from longspan.engine.readers import TextReader
 from longspan.engine.request import SamplingParams
 from longspan.engine.sampler import token_logprobs
 from longspan.errors import NonFiniteError, RequestError
-from longspan.ops.batch import StepBatch
+from longspan.ops.batch import KdaView, StepBatch
 from longspan.structure import Vocabulary
 
 PROMPT = [40, 41, 42, 43, 44]
@@ -295,19 +295,20 @@ def test_non_finite_logits_end_one_request_and_no_other(config: ModelConfig, val
 def test_no_nan_stays_in_memory_after_a_failure(fake: FakeModel) -> None:
     engine = make_engine(fake, poison=False)
     tensors = [
-        tensor for view in engine.memory.views for tensor in vars(view).values() if isinstance(tensor, Tensor)
+        (tensor, isinstance(view, KdaView))
+        for view in engine.memory.views
+        for tensor in vars(view).values()
+        if isinstance(tensor, Tensor)
     ]
-    for tensor in tensors:
+    for tensor, _ in tensors:
         tensor.zero_()
     engine.add(make_request("a", PROMPT))
     engine.step()
     (batch,) = fake.batches
-    for tensor in tensors:
-        tensor[batch.block_tables[0] if tensor.shape[0] == engine.memory.num_pages else batch.state_slots] = (
-            torch.nan
-        )
+    for tensor, is_state in tensors:
+        tensor[batch.state_slots if is_state else batch.block_tables[0]] = torch.nan
     assert finish(engine)["a", 0].reason == "error"
-    assert all(tensor.isfinite().all() for tensor in tensors)
+    assert all(tensor.isfinite().all() for tensor, _ in tensors)
 
 
 def test_a_step_that_raises_fails_whom_it_served_and_the_engine_goes_on(config: ModelConfig) -> None:

@@ -7,28 +7,10 @@ from typing import Any
 
 import pytest
 from support.browser import Visit, running_chromium, visited
-from support.scripted import ROOT, Reciter, Running, ScriptedModel, running_server
+from support.reciting import server, shared_server, tokenizer
+from support.scripted import Running
 
-from longspan.chat import Tokenizer
-
-
-@pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.from_dir(ROOT / "models/k31-tiny")
-
-
-@pytest.fixture(scope="session")
-def shared_server(tokenizer: Tokenizer) -> Iterator[Running]:
-    with running_server(ScriptedModel(tokenizer, Reciter(tokenizer)), tokenizer) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared_server: Running) -> Iterator[Running]:
-    """The shared server; everything must be free again after the test."""
-    yield shared_server
-    shared_server.model.before_step = lambda: None
-    shared_server.wait_until_idle()
+__all__ = ["server", "shared_server", "tokenizer"]
 
 
 @pytest.fixture(scope="module")

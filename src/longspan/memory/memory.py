@@ -101,11 +101,6 @@ class Memory:
     def total_bytes(self) -> int:
         return self._arena.num_slabs * self.slab_bytes
 
-    @property
-    def capacity(self) -> int:
-        """Tokens of one sequence that has everything."""
-        return (self._arena.num_slabs - 1) * self._arena.pages_per_slab * self.page_size
-
     def use(self) -> MemoryUse:
         """Who holds the bytes. What sequences share counts as cached."""
         return MemoryUse(
