@@ -49,8 +49,8 @@ def random_weights(shape: dict[str, Any]) -> MlaWeights:
         query=QueryLora(w(lora, hidden), w(lora), w(heads * (nope + rope), lora)),
         kv_a=w(rank + rope, hidden),
         kv_a_norm=w(rank),
-        kv_b=w(heads, nope + value, rank),
-        nope_dim=nope,
+        up_key=w(heads, nope, rank),
+        up_value=w(heads, value, rank),
         latent_norm_eps=1e-6,
         indexer=IndexerWeights(
             query=w(index_heads * index_dim, lora),
@@ -68,9 +68,9 @@ def random_weights(shape: dict[str, Any]) -> MlaWeights:
 def sizes(w: MlaWeights) -> tuple[int, int]:
     """Elements of the weights that the prologue and the epilogue read."""
     assert isinstance(w.query, QueryLora) and w.indexer and w.gate is not None
-    up_key = w.kv_b[:, : w.nope_dim].numel()
+    up_key = w.up_key.numel()
     before = (w.query.a, w.query.b, w.kv_a, w.indexer.query, w.indexer.key, w.indexer.head_weight)
-    after = w.kv_b.numel() - up_key + w.gate.numel() + w.output.numel()
+    after = w.up_value.numel() + w.gate.numel() + w.output.numel()
     return sum(t.numel() for t in before) + up_key, after
 
 
@@ -83,7 +83,7 @@ def main() -> None:
 
     shape = SHAPES[args.shape]
     layers = [random_weights(shape) for _ in range(args.layers)]
-    heads, rank = layers[0].num_heads, layers[0].kv_b.shape[2]
+    heads, rank = layers[0].num_query_heads, layers[0].up_key.shape[2]
     num_pages = -(-args.tokens // PAGE_SIZE)
     view = MlaView(
         torch.empty(num_pages, PAGE_SIZE, layers[0].kv_a.shape[0], dtype=torch.bfloat16),

@@ -54,8 +54,8 @@ def make_weights(
         query=query,
         kv_a=w(RANK + ROPE, HIDDEN),
         kv_a_norm=1 + w(RANK),
-        kv_b=w(heads * (NOPE + VALUE), RANK).view(heads, NOPE + VALUE, RANK),
-        nope_dim=NOPE,
+        up_key=w(heads * NOPE, RANK).view(heads, NOPE, RANK),
+        up_value=w(heads * VALUE, RANK).view(heads, VALUE, RANK),
         latent_norm_eps=1e-6,
         indexer=indexer,
         gate=w(heads * VALUE, HIDDEN) if gated else None,
@@ -180,7 +180,10 @@ def test_bfloat16_agrees_with_float32_to_its_noise() -> None:
     low = dataclasses.replace(
         w,
         query=QueryLora(*(t.bfloat16() for t in (w.query.a, w.query.norm, w.query.b))),
-        **{name: getattr(w, name).bfloat16() for name in ("kv_a", "kv_a_norm", "kv_b", "output")},
+        **{
+            name: getattr(w, name).bfloat16()
+            for name in ("kv_a", "kv_a_norm", "up_key", "up_value", "output")
+        },
     )
     x = torch.randn(6, HIDDEN).bfloat16()
     tables = Tables(1, 8)

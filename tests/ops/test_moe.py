@@ -22,6 +22,7 @@ from longspan.ops.moe import (
     MxfpWeight,
     mix_experts,
     moe_output,
+    route_experts,
     routed_experts,
 )
 from longspan.ops.router import RouterWeights, route
@@ -141,8 +142,13 @@ def test_routed_experts_equal_a_loop_over_tokens(packed: bool, tokens: int, top_
         for j, e in enumerate(experts[t].tolist()):
             gate, up, down = plain[e]
             want[t] += weights[t, j] * (down @ gated_activation(gate @ z[t], up @ z[t], SITU))
-    got = mix_experts(z, experts, weights, bank, SITU)
+    got = mix_experts(z, experts, weights, of_bank(bank))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+def of_bank(bank) -> MoeWeights:
+    """The experts alone, all that `mix_experts` asks for."""
+    return MoeWeights(make_router(), None, bank, None, SITU, 1e-5)
 
 
 def test_only_the_experts_that_are_hit_are_touched() -> None:
@@ -156,7 +162,8 @@ def test_only_the_experts_that_are_hit_are_touched() -> None:
             return super().__getitem__(i)
 
     watched = Watched(bank)
-    mix_experts(torch.randn(4, HIDDEN), torch.tensor([[2], [0], [2], [0]]), torch.ones(4, 1), watched, SITU)
+    experts = torch.tensor([[2], [0], [2], [0]])
+    mix_experts(torch.randn(4, HIDDEN), experts, torch.ones(4, 1), of_bank(watched))
     assert watched.touched == [0, 2]
 
 
@@ -166,9 +173,9 @@ def test_expert_outputs_are_rounded_and_then_summed_in_float32() -> None:
     z = torch.randn(6, HIDDEN).bfloat16()
     weights = torch.rand(6, 2)
     both = torch.tensor([[0, 1]]).expand(6, 2)
-    one = [mix_experts(z, both[:, e : e + 1], torch.ones(6, 1), bank, SITU).float() for e in (0, 1)]
-    want = (weights[:, :1] * one[0] + weights[:, 1:] * one[1]).bfloat16()
-    assert torch.equal(mix_experts(z, both, weights, bank, SITU), want)
+    one = [mix_experts(z, both[:, e : e + 1], torch.ones(6, 1), of_bank(bank)) for e in (0, 1)]
+    want = weights[:, :1] * one[0] + weights[:, 1:] * one[1]
+    assert torch.equal(mix_experts(z, both, weights, of_bank(bank)), want)
 
 
 def test_a_nan_row_stays_alone() -> None:
@@ -177,7 +184,7 @@ def test_a_nan_row_stays_alone() -> None:
     x = torch.randn(3, HIDDEN)
     x[1] = torch.nan
     experts, weights = route(x, make_router())
-    out = mix_experts(x, experts, weights, bank, SITU)
+    out = mix_experts(x, experts, weights, of_bank(bank))
     assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
@@ -186,7 +193,7 @@ def test_a_nan_exponent_is_an_error() -> None:
     assert isinstance(bank[0].up, MxfpWeight)
     bank[0].up.scale[3, 0] = 255
     with pytest.raises(CheckpointError, match="255"):
-        mix_experts(torch.randn(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1), bank, SITU)
+        mix_experts(torch.randn(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1), of_bank(bank))
 
 
 LATENT = HIDDEN  # of the experts that `make_bank` makes
@@ -235,7 +242,7 @@ def test_a_layer_is_router_experts_and_surroundings_in_order(
     x = torch.randn(tokens, WIDE if w.latent else HIDDEN)
     r = routed_experts(x, w)
     z = x @ w.latent.down.T if w.latent else x
-    torch.testing.assert_close(r, mix_experts(z, *route(x, w.router), w.bank, SITU))
+    torch.testing.assert_close(r, mix_experts(z, *route(x, w.router), w))
     want = r
     if w.latent:
         if w.latent.norm is not None:
@@ -247,17 +254,15 @@ def test_a_layer_is_router_experts_and_surroundings_in_order(
     torch.testing.assert_close(moe_output(r, x, w), want, atol=1e-4, rtol=1e-4)
 
 
-def test_sums_of_disjoint_banks_make_the_whole() -> None:
-    """What ranks that hold a part of the experts each will add up."""
+@pytest.mark.parametrize("tokens", [0, 1, 6])
+def test_sums_over_disjoint_experts_make_the_whole(tokens: int) -> None:
+    """What ranks that hold a part of the experts each will add up; an expert below 0 is none."""
     torch.manual_seed(4)
-    w, x = make_moe(True, True, True), torch.randn(6, WIDE)
-    none = ExpertWeights(torch.zeros(WIDTH, LATENT), torch.zeros(WIDTH, LATENT), torch.zeros(LATENT, WIDTH))
-    parts = [
-        dataclasses.replace(w, bank=[e if i % 2 == rank else none for i, e in enumerate(w.bank)])
-        for rank in (0, 1)
-    ]
-    r = routed_experts(x, parts[0]) + routed_experts(x, parts[1])
-    torch.testing.assert_close(moe_output(r, x, w), moe_output(routed_experts(x, w), x, w))
+    w, x = make_moe(True, True, True), torch.randn(tokens, WIDE)
+    z, experts, weights = route_experts(x, w)
+    parts = [mix_experts(z, torch.where(experts % 2 == rank, experts, -1), weights, w) for rank in (0, 1)]
+    torch.testing.assert_close(parts[0] + parts[1], routed_experts(x, w))
+    assert not mix_experts(z, torch.full_like(experts, -1), weights, w).any()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3])

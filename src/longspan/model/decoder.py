@@ -67,7 +67,21 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, batch: StepBatch, views: Sequence[LayerView], observe: Observer | None = None) -> Tensor:
-        """Computes `batch` and updates `views`, one per layer -> logits [R, vocab] float32 of logit_rows.
+        """Computes `batch` and updates `views`, one per layer -> logits [R, vocab] float32 of logit_rows."""
+        return self.logits(self.hidden([batch] * len(views), views, batch.logit_rows, observe))
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        batches: Sequence[StepBatch],
+        views: Sequence[LayerView],
+        rows: Tensor,
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """One batch and one view per layer; updates the views -> what `logits` takes, [R, hidden] of `rows`.
+
+        The batches say the same of tokens and lengths, but a host may keep layers in groups of memory with
+        block tables or slots of their own.
 
         The residual stream is `prefix`, to which the last `update` is yet to be added. Where it attends over
         depth it restarts every `block_size` layers, and what it was is frozen into `blocks`.
@@ -76,8 +90,8 @@ class Decoder:
         block_size = self.config.attn_res_block_size
         blocks: list[Tensor] = []
         prefix: Tensor | None = None
-        update = self.weights.embed[batch.token_ids]
-        for i, (layer, view) in enumerate(zip(self.weights.layers, views, strict=True)):
+        update = self.ops.embed(batches[0].token_ids, self.weights.embed)
+        for i, (layer, view, batch) in enumerate(zip(self.weights.layers, views, batches, strict=True)):
             x, prefix = residual(blocks, prefix, update, layer.attention_residual, layer.attention_norm, eps)
             if block_size is not None and i % block_size == 0:
                 blocks.append(prefix)
@@ -88,12 +102,15 @@ class Decoder:
             if observe:
                 observe("layer_output", i, prefix + update)
         assert prefix is not None, "a model has layers"
-        rows = batch.logit_rows
         sources = [block[rows] for block in blocks]
         x, _ = residual(
             sources, prefix[rows], update[rows], self.weights.output_residual, self.weights.norm, eps
         )
-        return self.ops.lm_head(x, self.weights.lm_head)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `hidden` returned [R, hidden] -> logits [R, vocab] float32."""
+        return self.ops.lm_head(hidden, self.weights.lm_head)
 
     def _attention(
         self,

@@ -162,12 +162,13 @@ class _Reader:
                 norm=self.weight(f"{prefix}.q_a_layernorm.weight"),
                 b=self.weight(f"{prefix}.q_b_proj.weight"),
             )
+        kv_b = self.weight(f"{prefix}.kv_b_proj.weight").view(mla.num_heads, -1, mla.kv_lora_rank)
         return MlaWeights(
             query=query,
             kv_a=self.weight(f"{prefix}.kv_a_proj_with_mqa.weight"),
             kv_a_norm=self.weight(f"{prefix}.kv_a_layernorm.weight"),
-            kv_b=self.weight(f"{prefix}.kv_b_proj.weight").view(mla.num_heads, -1, mla.kv_lora_rank),
-            nope_dim=mla.qk_nope_head_dim,
+            up_key=kv_b[:, : mla.qk_nope_head_dim],
+            up_value=kv_b[:, mla.qk_nope_head_dim :],
             latent_norm_eps=mla.latent_norm_eps,
             indexer=self._indexer(f"{prefix}.indexer") if self._config.indexer else None,
             gate=self.weight(f"{prefix}.g_proj.weight") if mla.output_gate else None,

@@ -17,11 +17,11 @@ from torch import Tensor
 from longspan.errors import ConfigError
 from longspan.ops.attention_residual import attention_residual
 from longspan.ops.ffn import ffn
-from longspan.ops.indexer import index_select
+from longspan.ops.indexer import index_candidates, index_select, merge_candidates
 from longspan.ops.kda import kda
-from longspan.ops.linear import lm_head
+from longspan.ops.linear import embed, lm_head
 from longspan.ops.mla_prologue import MlaQueries, mla_epilogue, mla_prologue
-from longspan.ops.moe import moe_output, routed_experts
+from longspan.ops.moe import mix_experts, moe_output, route_experts, routed_experts
 from longspan.ops.native.extension import choose
 from longspan.ops.sampling import apply_penalties, sample
 from longspan.ops.sparse_attention import sparse_attention
@@ -37,14 +37,19 @@ class Operators:
 
     name: str
     use_threads: Callable[[int | None, Sequence[int]], None]
+    embed: Callable[..., Tensor]
     attention_residual: Callable[..., tuple[Tensor, Tensor]]
     kda: Callable[..., Tensor]
     mla_prologue: Callable[..., MlaQueries]
     index_select: Callable[..., Tensor]
+    index_candidates: Callable[..., Tensor]
+    merge_candidates: Callable[..., Tensor]
     sparse_attention: Callable[..., tuple[Tensor, Tensor]]
     mla_epilogue: Callable[..., Tensor]
     ffn: Callable[..., Tensor]
     routed_experts: Callable[..., Tensor]
+    route_experts: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    mix_experts: Callable[..., Tensor]
     moe_output: Callable[..., Tensor]
     lm_head: Callable[..., Tensor]
     apply_penalties: Callable[..., Tensor]
@@ -60,14 +65,19 @@ def _use_torch_threads(threads: int | None, cpus: Sequence[int]) -> None:
 TORCH = Operators(
     name="torch",
     use_threads=_use_torch_threads,
+    embed=embed,
     attention_residual=attention_residual,
     kda=kda,
     mla_prologue=mla_prologue,
     index_select=index_select,
+    index_candidates=index_candidates,
+    merge_candidates=merge_candidates,
     sparse_attention=sparse_attention,
     mla_epilogue=mla_epilogue,
     ffn=ffn,
     routed_experts=routed_experts,
+    route_experts=route_experts,
+    mix_experts=mix_experts,
     moe_output=moe_output,
     lm_head=lm_head,
     apply_penalties=apply_penalties,

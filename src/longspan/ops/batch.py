@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from longspan.ops.shard import WHOLE, Shard
+
 QUAD = 4  # dimensions of an int8 key whose products one instruction sums
 ZERO_CODE = 128
 
@@ -32,17 +34,20 @@ class StepBatch:
     Sequence s owns rows `query_starts[s]:query_starts[s+1]`; `context_lens[s]` of its tokens are already in
     memory. A sequence with `context_lens[s] == 0` starts from zero KDA state, whatever its slot holds. What
     every layer asks of a batch again and again is worked out once, on first use.
+
+    Where a sequence's tokens are dealt to several ranks, `shard` says which are here: then pages and slots
+    are this rank's own, while context lengths and positions stay those of the whole sequence.
     """
 
     token_ids: Tensor  # [T] int64
     query_starts: Tensor  # [S+1] int64, ascending from 0 to T
     context_lens: Tensor  # [S] int64
     block_tables: Tensor  # [S, max_pages] int64 page numbers; entries past a sequence's end are never read
-    slot_mapping: (
-        Tensor  # [T] int64, page * page_size + offset: where the row's latent and index key are written
-    )
+    # [T] int64, page * page_size + offset: where the row's latent and index key are written; -1: not here
+    slot_mapping: Tensor
     state_slots: Tensor  # [S] int64, the KDA slot of each sequence
     logit_rows: Tensor  # [R] int64, rows whose logits are wanted
+    shard: Shard = WHOLE
 
     @property
     def num_tokens(self) -> int:
@@ -67,6 +72,11 @@ class StepBatch:
         """[T] int64: position of each row in its own sequence, counted from 0."""
         offset = self.context_lens - self.query_starts[:-1]
         return torch.arange(self.num_tokens) + offset[self.row_seqs]
+
+    @cached_property
+    def row_visible(self) -> Tensor:
+        """[T] int64: how many of this rank's tokens each row may look at, itself included if it is here."""
+        return self.shard.count(self.row_positions + 1)
 
     @cached_property
     def sequences(self) -> list[SequenceRows]:

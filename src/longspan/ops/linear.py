@@ -2,6 +2,7 @@
 
     linear(x; W)  = round( W x )        operands as stored, accumulated in float32, rounded to the dtype of x
     lm_head(x; W) = W x                 the same product kept in float32: two logits never tie by rounding
+    embed(i; W)   = row i of W
 
 `lm_head` widens LM_HEAD_BLOCK rows of W at a time, so a bfloat16 head is never held twice. T = 0 gives [0,
 out].
@@ -18,6 +19,11 @@ LM_HEAD_BLOCK = 16384  # vocabulary rows widened at once
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [..., in], weight [out, in] -> [..., out]."""
     return torch.nn.functional.linear(x, weight)
+
+
+def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """token_ids [T] int64, weight [vocab, hidden] -> [T, hidden]."""
+    return weight[token_ids]
 
 
 def lm_head(x: Tensor, weight: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Prologue, from the normalised hidden x of each row (H heads of N + R query dims,
     q  = q_b rms_norm(q_a x)  or  q_proj x                 [H, N + R], per head [qn | qp]
     [c0 | kp] = kv_a x;   c = rms_norm(c0)                 kp is not normalised; there is no rotation anywhere
     pages[slot] = [c | kp]                                 the only copy of the latent
-    absorbed query_h = [W_UK_h^T qn_h | qp_h]              [H, C + R]; head h of kv_b = [W_UK_h; W_UV_h]
+    absorbed query_h = [W_UK_h^T qn_h | qp_h]              [H, C + R]
 
 and with a sparse indexer, from the same normalised q-latent (or from x, if wq_b has as many columns as x):
 
@@ -62,16 +62,17 @@ class MlaWeights:
     query: QueryLora | Tensor  # or q_proj [heads * (nope + rope), hidden]
     kv_a: Tensor  # [kv_lora_rank + rope, hidden]
     kv_a_norm: Tensor  # [kv_lora_rank]
-    kv_b: Tensor  # [heads, nope + value, kv_lora_rank], a view of kv_b_proj
-    nope_dim: int
+    # Head h of kv_b_proj is [W_UK_h; W_UV_h]. Under DCP a rank asks for more heads than it puts out.
+    up_key: Tensor  # [query heads, nope, kv_lora_rank]
+    up_value: Tensor  # [heads, value, kv_lora_rank]
     latent_norm_eps: float
     indexer: IndexerWeights | None
     gate: Tensor | None  # [heads * value, hidden]
     output: Tensor  # [hidden, heads * value]
 
     @property
-    def num_heads(self) -> int:
-        return self.kv_b.shape[0]
+    def num_query_heads(self) -> int:
+        return self.up_key.shape[0]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def mla_prologue(
     else:
         q_latent = None
         q = linear(x, weights.query)
-    q = q.unflatten(1, (weights.num_heads, -1))
+    q = q.unflatten(1, (weights.num_query_heads, -1))
 
     rank = weights.kv_a_norm.shape[0]
     compressed = linear(x, weights.kv_a)
@@ -122,24 +123,25 @@ def mla_prologue(
 
 def absorb_query(q: Tensor, weights: MlaWeights) -> Tensor:
     """q [T, heads, nope + rope] -> [T, heads, kv_lora_rank + rope], ready to meet the latents themselves."""
-    nope, rope = q[..., : weights.nope_dim], q[..., weights.nope_dim :]
-    up_key = weights.kv_b[:, : weights.nope_dim]
-    absorbed = torch.bmm(nope.transpose(0, 1), up_key).transpose(0, 1)
+    nope_dim = weights.up_key.shape[1]
+    nope, rope = q[..., :nope_dim], q[..., nope_dim:]
+    absorbed = torch.bmm(nope.transpose(0, 1), weights.up_key).transpose(0, 1)
     return torch.cat([absorbed, rope], -1)
 
 
 def expand_latent(rows: Tensor, weights: MlaWeights) -> tuple[Tensor, Tensor]:
     """Cached rows [S, kv_lora_rank + rope] -> keys [S, heads, nope + rope] and values [S, heads, value]."""
-    rank = weights.kv_b.shape[2]
-    expanded = torch.einsum("sc,hdc->shd", rows[:, :rank], weights.kv_b)
-    nope, value = expanded[..., : weights.nope_dim], expanded[..., weights.nope_dim :]
-    rope = rows[:, None, rank:].expand(-1, weights.num_heads, -1)
+    heads, _, rank = weights.up_key.shape
+    nope, value = (
+        torch.einsum("sc,hdc->shd", rows[:, :rank], up) for up in (weights.up_key, weights.up_value)
+    )
+    rope = rows[:, None, rank:].expand(-1, heads, -1)
     return torch.cat([nope, rope], -1), value
 
 
 def mla_epilogue(latent_out: Tensor, x: Tensor, weights: MlaWeights) -> Tensor:
     """latent_out [T, heads, kv_lora_rank], float32 or the model's dtype, and x [T, hidden] -> [T, hidden]."""
-    up_value = weights.kv_b[:, weights.nope_dim :]
+    up_value = weights.up_value
     out = torch.bmm(latent_out.to(up_value.dtype).transpose(0, 1), up_value.transpose(1, 2))
     out = out.transpose(0, 1).flatten(1)
     if weights.gate is not None:

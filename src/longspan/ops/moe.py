@@ -1,4 +1,4 @@
-"""A mixture of experts, in two operators: with expert parallelism `r` is summed over ranks between them.
+"""A mixture of experts in two operators, of which the first is `route_experts`, then `mix_experts`.
 
     I, w = route(x)                                   from the full-width x, also when experts are latent
     z    = W_down x  or  x                            into the latent size of the experts, if they have one
@@ -69,25 +69,28 @@ class MoeWeights:
 
 def routed_experts(x: Tensor, weights: MoeWeights) -> Tensor:
     """x [T, hidden] -> r [T, latent or hidden]."""
-    experts, expert_weights = route(x, weights.router)
+    z, experts, expert_weights = route_experts(x, weights)
+    return mix_experts(z, experts, expert_weights, weights).to(x.dtype)
+
+
+def route_experts(x: Tensor, weights: MoeWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, hidden] -> what the experts see [T, latent or hidden], experts and their weights [T, k]."""
     z = x if weights.latent is None else linear(x, weights.latent.down)
-    return mix_experts(z, experts, expert_weights, weights.bank, weights.activation)
+    return z, *route(x, weights.router)
 
 
-def mix_experts(
-    z: Tensor, experts: Tensor, weights: Tensor, bank: Sequence[ExpertWeights], activation: ActivationConfig
-) -> Tensor:
-    """z [T, in], experts and weights [T, k] from `route` -> r [T, in]."""
+def mix_experts(z: Tensor, experts: Tensor, expert_weights: Tensor, weights: MoeWeights) -> Tensor:
+    """z [N, in], experts and their weights [N, k] -> the sum [N, in] float32. An expert below 0 is none."""
     out = torch.zeros(z.shape)
     k = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)
+    order = experts.flatten().argsort(stable=True)[int((experts < 0).sum()) :]
     hit, counts = experts.flatten()[order].unique_consecutive(return_counts=True)
     for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
-        w, rows = bank[expert], pairs // k
+        w, rows = weights.bank[expert], pairs // k
         x = z[rows]
-        hidden = gated_activation(_product(x, w.gate), _product(x, w.up), activation)
-        out[rows] += weights.flatten()[pairs, None] * _product(hidden, w.down).float()
-    return out.to(z.dtype)
+        hidden = gated_activation(_product(x, w.gate), _product(x, w.up), weights.activation)
+        out[rows] += expert_weights.flatten()[pairs, None] * _product(hidden, w.down).float()
+    return out
 
 
 def moe_output(r: Tensor, x: Tensor, weights: MoeWeights) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 
 def write_rows(pages: Tensor, slot_mapping: Tensor, rows: Tensor) -> None:
-    """Puts rows [T, ...] at slot_mapping [T] = page * page_size + offset."""
-    size = pages.shape[1]
-    pages[slot_mapping // size, slot_mapping % size] = rows.to(pages.dtype)
+    """Puts rows [T, ...] at slot_mapping [T] = page * page_size + offset, but those with a slot below 0."""
+    size, here = pages.shape[1], slot_mapping >= 0
+    slots = slot_mapping[here]
+    pages[slots // size, slots % size] = rows[here].to(pages.dtype)
 
 
 def read_span(pages: Tensor, block_table: Tensor, begin: int, end: int) -> Tensor:

@@ -4,8 +4,9 @@
     out_h = sum_s softmax(score)_s latent_s        lse_h = log sum_s e^score[h, s]
 
 The set is `selected[t]` (entries below 0 are no tokens), or with `selected` None every cached token up to
-the row's own position. All float32 inside; partial results over disjoint sets merge by their lse. A row
-with an empty set gives zeros and lse = -inf. A row flagged NON_FINITE by the indexer gives NaN.
+the row's own position. With a `Shard` both speak of the tokens that are here, and the result is this
+rank's part. All float32 inside; partial results over disjoint sets merge by their lse. A row with an empty
+set gives zeros and lse = -inf. A row flagged NON_FINITE by the indexer gives NaN.
 
 Sparse rows are gathered GATHER_ELEMENTS cached numbers at a time; dense rows are walked with an online
 softmax in blocks of DENSE_QUERY_BLOCK x DENSE_KEY_BLOCK. Neither holds rows x context x heads.
@@ -66,19 +67,19 @@ def _gathered(
 
 
 def _dense(query: Tensor, pages: Tensor, batch: StepBatch, scale: float, out: Tensor, lse: Tensor) -> None:
-    for s, (begin, end, context) in enumerate(batch.sequences):
-        for row in range(begin, end, DENSE_QUERY_BLOCK):
+    for s, (begin, end, _) in enumerate(batch.sequences):
+        blind = int((batch.row_visible[begin:end] == 0).sum())  # the first rows, which see none of a shard
+        for row in range(begin + blind, end, DENSE_QUERY_BLOCK):
             rows = slice(row, min(row + DENSE_QUERY_BLOCK, end))
-            visible = torch.arange(rows.start, rows.stop) - begin + context + 1
             out[rows], lse[rows] = _dense_block(
-                query[rows], pages, batch.block_tables[s], visible, out.shape[2], scale
+                query[rows], pages, batch.block_tables[s], batch.row_visible[rows], out.shape[2], scale
             )
 
 
 def _dense_block(
     query: Tensor, pages: Tensor, block_table: Tensor, visible: Tensor, rank: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Rows of one sequence, row r seeing its first visible[r] tokens."""
+    """Rows of one sequence, row r seeing its first visible[r] tokens here."""
     queries, heads = query.shape[:2]
     wide = query.float().flatten(0, 1)
     peak = torch.full((queries, heads), -torch.inf)

@@ -18,7 +18,7 @@ PACKED_COLUMNS = 64
 
 def mla_prologue(x: Tensor, weights: MlaWeights, view: MlaView, slot_mapping: Tensor) -> MlaQueries:
     x = contiguous(x)
-    tokens, heads, indexer = x.shape[0], weights.num_heads, weights.indexer
+    tokens, heads, indexer = x.shape[0], weights.num_query_heads, weights.indexer
     query = torch.empty((tokens, heads, weights.kv_a.shape[0]), dtype=x.dtype)
     index_query = index_weight = None
     if indexer is not None:
@@ -55,16 +55,15 @@ def mla_handle(weights: MlaWeights) -> Any:
 
 def _build_mla(weights: MlaWeights) -> Any:
     lora = weights.query if isinstance(weights.query, QueryLora) else None
-    nope = weights.nope_dim
     return extension().Mla(
         query_a=lora.a if lora else None,
         query_norm=lora.norm if lora else None,
         query=lora.b if lora else weights.query,
         kv_a=weights.kv_a,
         kv_a_norm=weights.kv_a_norm,
-        nope=nope,
-        up_key=_packed(weights.kv_b[:, :nope]),
-        up_value=weights.kv_b[:, nope:],
+        nope=weights.up_key.shape[1],
+        up_key=_packed(weights.up_key),
+        up_value=weights.up_value,
         norm_eps=weights.latent_norm_eps,
         indexer=_build_indexer(weights.indexer) if weights.indexer else None,
         gate=weights.gate,
