@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "shard.h"
 #include "tensor.h"
 
 namespace longspan {
@@ -35,12 +36,14 @@ struct Batch {
   int64_t table_stride = 0;
   const int64_t* slot_mapping;   // [tokens]
   const int64_t* state_slots;    // [seqs]
+  Shard shard;                   // of each sequence, what the pages hold
   std::vector<int64_t> row_seq;  // [tokens] the sequence of each row
-  std::vector<int64_t> visible;  // [tokens] how many tokens of its sequence the row sees, itself included
+  std::vector<int64_t> context;  // [tokens] how many tokens of its sequence the row may look at, itself included
+  std::vector<int64_t> visible;  // [tokens] how many of those the pages hold
   std::vector<Segment> segments;  // all rows
 
   Batch(int64_t tokens, int64_t seqs, Address query_starts, Address context_lens, Address block_tables,
-        int64_t table_stride, Address slot_mapping, Address state_slots)
+        int64_t table_stride, Address slot_mapping, Address state_slots, Shard shard)
       : tokens(tokens),
         seqs(seqs),
         query_starts(at<const int64_t>(query_starts)),
@@ -49,12 +52,15 @@ struct Batch {
         table_stride(table_stride),
         slot_mapping(at<const int64_t>(slot_mapping)),
         state_slots(at<const int64_t>(state_slots)),
+        shard(shard),
         row_seq(tokens),
+        context(tokens),
         visible(tokens) {
     for (int64_t s = 0; s < seqs; ++s)
       for (int64_t row = this->query_starts[s]; row < this->query_starts[s + 1]; ++row) {
         row_seq[row] = s;
-        visible[row] = this->context_lens[s] + row - this->query_starts[s] + 1;
+        context[row] = this->context_lens[s] + row - this->query_starts[s] + 1;
+        visible[row] = shard.count(context[row]);
       }
     for (int64_t first = 0; first < tokens; first += segments.back().count) segments.push_back(segment_from(first));
   }
@@ -62,7 +68,7 @@ struct Batch {
   const int64_t* table(int64_t seq) const { return block_tables + seq * table_stride; }
   int64_t length(int64_t seq) const { return query_starts[seq + 1] - query_starts[seq]; }
 
-  // The rows that see more than top_k tokens, in blocks of at most kScoredRows. One top_k a step: kept.
+  // The rows with more than top_k tokens up to them, in blocks of at most kScoredRows. One top_k a step: kept.
   static constexpr int64_t kScoredRows = 8;
   const std::vector<RowBlock>& scored(int64_t top_k) {
     if (scored_top_k_ == top_k) return scored_;

@@ -2,6 +2,7 @@
 //
 //     score[t, s] = sum_h w[t, h] * relu( qI[t, h] . kI[s] / sqrt(Di) )      s <= position of t
 //     out[t]      = the positions of the top_k best, ascending, ties to the lower position
+//                   or, where the pages hold a shard of the sequence, the best of it as candidates.h has them
 //
 // Rows that see no more than top_k tokens take them all, unscored. The others go in blocks of rows of one
 // sequence: a block of keys is scored for all of them while it lies in the cache, and each row's choice is
@@ -12,6 +13,8 @@
 // add top_k candidates for each row, at most kUnitsPerThread * kScoredRows * threads times. Nothing grows with
 // the context.
 #include "batch.h"
+#include "candidates.h"
+#include "indexer.h"
 #include "indexer_keys.h"
 #include "pool.h"
 #include "tensor.h"
@@ -21,7 +24,6 @@
 namespace longspan {
 namespace {
 
-constexpr int64_t kNoToken = -1, kNonFinite = -2;
 constexpr int64_t kUnitsPerThread = 16;      // what there should be to claim
 constexpr int64_t kWorthSharing = 1 << 20;  // multiplications
 
@@ -42,18 +44,28 @@ struct Selection {
   const float* weight;
   int64_t heads, dim, top_k;
   Batch& batch;
-  int64_t* out;
+  bool packed;  // candidates, else positions
+  int64_t width;
+  int64_t* out;  // [tokens, width]
 
   void write(int64_t row, TopK& best) const {
-    int64_t* chosen = out + row * top_k;
+    int64_t* chosen = out + row * width;
     best.finish();
-    for (int64_t i = 0; i < top_k; ++i) chosen[i] = best.broken() ? kNoToken : best.positions()[i];
-    if (best.broken()) chosen[0] = kNonFinite;
+    const int64_t count = best.broken() ? 0 : best.size();
+    if (packed && count)
+      pack(best, batch.shard, chosen);
+    else
+      std::copy_n(best.positions(), count, chosen);
+    std::fill(chosen + count, chosen + width, packed ? kNoCandidate : kNoToken);
+    if (best.broken()) chosen[0] = packed ? kBroken : kNonFinite;
   }
 
+  // Of all that a row sees.
   void take_all(int64_t row) const {
-    int64_t* chosen = out + row * top_k;
-    for (int64_t i = 0; i < top_k; ++i) chosen[i] = i < batch.visible[row] ? i : kNoToken;
+    int64_t* chosen = out + row * width;
+    const int64_t count = batch.visible[row];
+    for (int64_t i = 0; i < count; ++i) chosen[i] = packed ? candidate(0, batch.shard.position(uint32_t(i))) : i;
+    std::fill(chosen + count, chosen + width, packed ? kNoCandidate : kNoToken);
   }
 
   TopK choice(Workspace& workspace) const {
@@ -100,7 +112,7 @@ struct Selection {
   void run() const {
     const std::vector<RowBlock>& blocks = batch.scored(top_k);
     for (int64_t row = 0; row < batch.tokens; ++row)
-      if (batch.visible[row] <= top_k) take_all(row);
+      if (batch.context[row] <= top_k) take_all(row);
     if (blocks.empty()) return;
     int64_t rows = 0, most = 0, work = 0;
     for (const RowBlock& block : blocks) {
@@ -178,36 +190,36 @@ struct Selection {
   }
 };
 
-void index_select(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query,
-                  Address weight, Address pages, int64_t page_stride, int64_t row_stride, int64_t page_size,
-                  Address out) {
+void index_rows(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query, Address weight,
+                Address pages, int64_t page_stride, int64_t row_stride, int64_t page_size, bool packed, int64_t width,
+                Address out) {
   with_dtype(dtype, [&]<class T>(T) {
     const RowKeys<T> keys({at<const T>(pages), page_stride, row_stride, page_size}, heads, dim);
     const T* q = at<const T>(query);
     const float* w = at<const float>(weight);
-    Selection<RowKeys<T>>{keys, q, w, heads, dim, top_k, batch, at<int64_t>(out)}.run();
+    Selection<RowKeys<T>>{keys, q, w, heads, dim, top_k, batch, packed, width, at<int64_t>(out)}.run();
   });
 }
 
-void index_select_codes(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query,
-                        Address weight, Address codes, int64_t page_stride, int64_t quad_stride,
-                        int64_t key_stride, Address scale, int64_t scale_page_stride, int64_t scale_stride,
-                        int64_t page_size, Address out) {
+void index_codes(Dtype dtype, Batch& batch, int64_t heads, int64_t dim, int64_t top_k, Address query, Address weight,
+                 Address codes, int64_t page_stride, int64_t quad_stride, int64_t key_stride, Address scale,
+                 int64_t scale_page_stride, int64_t scale_stride, int64_t page_size, bool packed, int64_t width,
+                 Address out) {
   with_dtype(dtype, [&]<class T>(T) {
     const CodeKeys<T> keys({at<const uint8_t>(codes), page_stride, quad_stride, key_stride,
                             at<const float>(scale), scale_page_stride, scale_stride, page_size},
                            heads, dim);
     const T* q = at<const T>(query);
     const float* w = at<const float>(weight);
-    Selection<CodeKeys<T>>{keys, q, w, heads, dim, top_k, batch, at<int64_t>(out)}.run();
+    Selection<CodeKeys<T>>{keys, q, w, heads, dim, top_k, batch, packed, width, at<int64_t>(out)}.run();
   });
 }
 
 }  // namespace
 
 void bind_indexer(nb::module_& m) {
-  m.def("index_select", &index_select, Unlocked());
-  m.def("index_select_codes", &index_select_codes, Unlocked());
+  m.def("index_rows", &index_rows, Unlocked());
+  m.def("index_codes", &index_codes, Unlocked());
 }
 
 }  // namespace longspan

@@ -7,12 +7,14 @@
 //     3   q = q_b a           qI = wq_b a (or wq_b x, then in stage 1)
 //     4   query_h = [W_UK_h^T qn_h | qp_h]
 //
+// A slot below 0 is none: what stage 2 would write there is left out.
+//
 // Epilogue, three stages: W_g x;  o_h = W_UV_h round(latent_out_h), o *= sigmoid(W_g x);  W_o o.
 //
 // W_UK meets q in rows of k = nope, too short for dots.h: it is packed once for panels.h, kGroup columns after
 // kGroup columns, [heads, groups, nope / step, kGroup, step], with zeros beyond nope and rank. That copy costs
-// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB), and the half of kv_b it was made from is
-// not read again. All other weights are read in place.
+// heads * rank * nope elements a layer (real shape, bfloat16: 12 MiB), and what it was made from is not read again.
+// All other weights are read in place. W_UK may have more heads than W_UV: queries are then made for other ranks too.
 #include <nanobind/stl/array.h>
 
 #include "linear.h"
@@ -70,7 +72,8 @@ struct Mla {
   std::optional<Weight> gate;
   Weight output;
 
-  int64_t heads() const { return up_value.heads; }
+  int64_t query_heads() const { return up_key.heads; }
+  int64_t value_heads() const { return up_value.heads; }
   int64_t rank() const { return up_value.cols; }
   int64_t rope() const { return kv_a.rows - rank(); }
   bool index_from_latent() const { return query_a && query_a->rows == indexer->query.cols; }
@@ -165,33 +168,39 @@ struct Prologue {
       T* latent = query_latent + row * width;
       rms_norm(latent, w.query_norm->data<T>(), w.norm_eps, width, latent);
     }
-    const int64_t rank = w.rank(), slot = slots[row];
+    if (w.indexer) {
+      const int64_t heads = w.indexer->head_weight.rows;
+      const float scale = 1.0f / std::sqrt(float(heads));
+      for (int64_t h = 0; h < heads; ++h) index_weight[row * heads + h] *= scale;
+    }
+    if (slots[row] >= 0) put(row, slots[row]);
+  }
+
+  void put(int64_t row, int64_t slot) const {
+    const int64_t rank = w.rank();
     const T* raw = compressed + row * w.kv_a.rows;
     T* latent = pages.slot<T>(pages.latent, slot);
     rms_norm(raw, w.kv_a_norm.data<T>(), w.norm_eps, rank, latent);
     std::memcpy(latent + rank, raw + rank, w.rope() * sizeof(T));
-    if (w.indexer) finish_index(row, slot);
+    if (w.indexer) put_key(row, slot);
   }
 
-  void finish_index(int64_t row, int64_t slot) const {
+  void put_key(int64_t row, int64_t slot) const {
     const Indexer& indexer = *w.indexer;
-    const int64_t dim = indexer.key.rows, heads = indexer.head_weight.rows;
+    const int64_t dim = indexer.key.rows;
     T* raw = key + row * dim;
     const bool quantised = pages.codes[0];
     T* normal = quantised ? raw : pages.slot<T>(pages.keys, slot);
     layer_norm(raw, indexer.norm_weight.data<float>(), indexer.norm_bias.data<float>(), indexer.norm_eps, dim,
                normal);
-    if (quantised) {
-      Workspace workspace;
-      pages.put_codes(slot, normal, dim, workspace.take<uint8_t>(dim + kLanes));
-    }
-    const float scale = 1.0f / std::sqrt(float(heads));
-    for (int64_t h = 0; h < heads; ++h) index_weight[row * heads + h] *= scale;
+    if (!quantised) return;
+    Workspace workspace;
+    pages.put_codes(slot, normal, dim, workspace.take<uint8_t>(dim + kLanes));
   }
 
   void absorb(Team& team) const {
     const int64_t groups = w.up_key.rows, blocks = (m + kGroupRows - 1) / kGroupRows;
-    team.claim(w.heads() * blocks * groups, 1, [&](int64_t unit, int64_t) {
+    team.claim(w.query_heads() * blocks * groups, 1, [&](int64_t unit, int64_t) {
       const int64_t begin = unit / groups % blocks * kGroupRows;
       absorb_group(unit / (groups * blocks), unit % groups, begin, std::min(begin + kGroupRows, m));
     });
@@ -201,7 +210,7 @@ struct Prologue {
     const int64_t rank = w.rank(), nope = w.nope, rope = w.rope(), first = group * kGroup;
     constexpr int64_t step = kPanelStep<T>;
     const T* from = q + begin * q_stride(w) + head * (nope + rope);
-    const auto to = [&](int64_t i) { return query + ((begin + i) * w.heads() + head) * (rank + rope); };
+    const auto to = [&](int64_t i) { return query + ((begin + i) * w.query_heads() + head) * (rank + rope); };
     if (group == 0)
       for (int64_t i = 0; i < end - begin; ++i)
         std::memcpy(to(i) + rank, from + i * q_stride(w) + nope, rope * sizeof(T));
@@ -266,7 +275,7 @@ struct Epilogue {
   void expand(int64_t head, int64_t i0, int64_t i1, int64_t j0, int64_t j1, T* rounded) const {
     const int64_t rank = w.rank(), first = head * w.up_value.rows + j0;
     for (int64_t i = i0; i < i1; ++i)
-      round_row(latent_out + (i * w.heads() + head) * rank, rounded + (i - i0) * rank);
+      round_row(latent_out + (i * w.value_heads() + head) * rank, rounded + (i - i0) * rank);
     dots<true, T>(
         i1 - i0, j1 - j0, rank, [&](int64_t i) { return rounded + i * rank; },
         [&](int64_t j) { return w.up_value.row<T>(head, j0 + j); },
@@ -301,7 +310,7 @@ struct Epilogue {
     }
     Workspace workspace;
     T* rounded = workspace.take<T>(rows * w.rank());
-    team.claim(w.heads() * blocks * runs, 1, [&](int64_t unit, int64_t) {
+    team.claim(w.value_heads() * blocks * runs, 1, [&](int64_t unit, int64_t) {
       const int64_t head = unit / (blocks * runs), i = unit / runs % blocks * rows, j = unit % runs * run;
       expand(head, i, std::min(i + rows, m), j, std::min(j + run, value), rounded);
     });

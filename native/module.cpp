@@ -12,6 +12,7 @@
 namespace longspan {
 
 void bind_attention_residual(nb::module_&);
+void bind_candidates(nb::module_&);
 void bind_ffn(nb::module_&);
 void bind_indexer(nb::module_&);
 void bind_kda(nb::module_&);
@@ -58,13 +59,15 @@ NB_MODULE(LONGSPAN_MODULE, m) {
   nb::class_<Weight>(m, "Weight").def(nb::init<Tensor>());
   nb::class_<Vector>(m, "Vector").def(nb::init<Tensor>());
   nb::class_<Activation>(m, "Activation").def(nb::init<bool, float, float>());
+  nb::class_<Shard>(m, "Shard").def(nb::init<int64_t, int64_t, int64_t>());
   nb::class_<Batch>(m, "Batch")
-      .def(nb::init<int64_t, int64_t, Address, Address, Address, int64_t, Address, Address>());
+      .def(nb::init<int64_t, int64_t, Address, Address, Address, int64_t, Address, Address, Shard>());
   m.def("supported", &supported);
   m.def("keep_freed_memory", &keep_freed_memory);
   m.def("num_threads", [] { return pool()->size(); });
   m.def("set_threads", &set_threads, nb::arg("threads"), nb::arg("cpus") = std::vector<int>{}, Unlocked());
   bind_attention_residual(m);
+  bind_candidates(m);
   bind_ffn(m);
   bind_indexer(m);
   bind_kda(m);

@@ -1,17 +1,17 @@
-// The latent mixture of experts, in two operators: with expert parallelism r is summed over ranks between them.
+// The latent mixture of experts: `routed_experts` and `moe_output`. With expert parallelism the first is taken in two,
+// `route_experts` and `mix_experts`, between which rows go to where their experts are, and r is summed over ranks.
 //
 //     I, w = choose(gate x)                       z = latent_down x  or  x
 //     e_i  = down_i act(gate_i z, up_i z)         r = round( sum_{i in I} w_i e_i ), float32, ascending i
 //     out  = latent_up rms_norm(r)  or  r,  + shared(x)
 //
-// The (token, choice) pairs are sorted by expert, and an expert that is hit is read once. Its work is shared
-// out as blocks of weight rows: gate and up of a block together, with the activation; then, when the hidden
-// rows are complete, down. A last stage adds up each token's expert outputs in order of the experts. At most
-// kPairBytes of hidden rows and outputs exist at a time: beyond, the sorted pairs are taken in several rounds,
-// and float32 sums are kept between them, so rounds change no bit.
+// The (token, choice) pairs are sorted by expert, those without one (below 0) are left out, and an expert that is
+// hit is read once. Its work is shared out as blocks of weight rows: gate and up of a block together, with the
+// activation; then, when the hidden rows are complete, down. A last stage adds up each token's expert outputs in the
+// order of its choices, which ascend. At most kPairBytes of hidden rows and outputs exist at a time: beyond, the
+// sorted pairs are taken in several rounds, and float32 sums are kept between them, so rounds change no bit.
 //
-// Experts are looked up when first hit: `routed_experts` routes, returns the experts it does not know, and
-// expects to be called again.
+// Experts are looked up when first hit: an operator returns those it does not know and expects to be called again.
 #include <optional>
 
 #include "experts.h"
@@ -74,74 +74,95 @@ struct Segment {
   int64_t begin, end;
 };
 
+// The choices of some rows, and the rows as experts see them.
 template <class T>
-struct Routed {
+struct Choices {
+  int64_t tokens, chosen;  // of each token
+  const T* z;              // [tokens, in]
+  const int64_t* experts;  // [tokens, chosen]
+  const float* shares;     // [tokens, chosen]
+};
+
+// Chooses, and writes z where the experts are latent.
+template <class T>
+void choose(Team& team, const Moe& moe, int64_t tokens, const T* x, float* logits, T* z, int64_t* experts,
+            float* shares) {
+  const Router& router = moe.router;
+  multiply<T, float>(team, tokens, {{x, moe.hidden(), router.gate, logits, router.experts()}});
+  if (moe.latent_down) multiply<T, T>(team, tokens, {{x, moe.hidden(), *moe.latent_down, z, moe.in()}});
+  team.barrier();
+  team.claim(tokens, 1, [&](int64_t t, int64_t) {
+    router.choose(logits + t * router.experts(), experts + t * router.chosen, shares + t * router.chosen);
+  });
+}
+
+// Their experts, each times its share, summed up.
+template <class T, class Out>
+struct Mixture {
   const Moe& moe;
-  const int64_t tokens, chosen = moe.router.chosen, pairs = tokens * chosen;
+  const Choices<T> rows;
+  Out* out;  // [tokens, in]
+  const int64_t tokens = rows.tokens, chosen = rows.chosen, pairs = tokens * chosen;
   const int64_t in = moe.in(), in_arranged = arranged_size(in);
-  const T* x;
-  T* out;
   Workspace workspace;
-  float* logits = workspace.take<float>(tokens * moe.router.experts());
-  int32_t* experts = workspace.take<int32_t>(pairs);
-  float* shares = workspace.take<float>(pairs);
-  T* latent = moe.latent_down ? workspace.take<T>(tokens * in) : nullptr;
-  const T* z = latent ? latent : x;                 // [tokens, in]
-  T* arranged = workspace.take<T>(moe.any_packed ? tokens * in_arranged : 0);  // [tokens, in_arranged]
+  T* arranged = workspace.take<T>(moe.any_packed ? tokens * in_arranged : 0);  // z, [tokens, in_arranged]
   int32_t* token = workspace.take<int32_t>(pairs);  // of each sorted pair
-  int32_t* place = workspace.take<int32_t>(pairs);  // of each pair (token, choice) among the sorted
+  int32_t* place = workspace.take<int32_t>(pairs);  // of each pair (token, choice) among the sorted, or -1
   std::vector<int64_t> missing;
   std::vector<int64_t> starts = std::vector<int64_t>(moe.bank.size() + 1);
 
-  // Of the present round: sorted pairs [first, last).
-  int64_t first = 0, last = 0;
+  // Of the present round: sorted pairs [first, last) of `sorted`.
+  int64_t first = 0, last = 0, sorted = 0;
   int64_t hidden_stride = 0;
   T* hidden = nullptr;    // [pairs of a round, hidden_stride], arranged if the expert's `down` is packed
   T* outputs = nullptr;   // [pairs of a round, in]
   float* sums = nullptr;  // [tokens, in], if there are several rounds
 
-  Routed(const Moe& moe, int64_t tokens, const T* x, T* out) : moe(moe), tokens(tokens), x(x), out(out) {}
+  Mixture(const Moe& moe, const Choices<T>& rows, Out* out) : moe(moe), rows(rows), out(out) {}
 
-  void route(Team& team) {
-    const Router& router = moe.router;
-    multiply<T, float>(team, tokens, {{x, moe.hidden(), router.gate, logits, router.experts()}});
-    if (latent) multiply<T, T>(team, tokens, {{x, moe.hidden(), *moe.latent_down, latent, in}});
-    team.barrier();
-    team.claim(tokens, 1, [&](int64_t t, int64_t) {
-      router.choose(logits + t * router.experts(), experts + t * chosen, shares + t * chosen);
-      if (moe.any_packed) arrange(z + t * in, in, arranged + t * in_arranged);
-    });
+  // The experts that are missing; none: the sums are made.
+  std::vector<int64_t> run() {
+    sort();
+    if (missing.empty()) compute();
+    return std::move(missing);
   }
 
+ private:
   // Stable counting sort of the pairs by expert; notes the experts that are missing.
   void sort() {
-    for (int64_t p = 0; p < pairs; ++p) ++starts[experts[p] + 1];
+    for (int64_t p = 0; p < pairs; ++p)
+      if (rows.experts[p] >= 0) ++starts[rows.experts[p] + 1];
     for (size_t e = 0; e < moe.bank.size(); ++e) {
       if (starts[e + 1] && !moe.bank[e]) missing.push_back(int64_t(e));
       starts[e + 1] += starts[e];
     }
+    sorted = starts.back();
     std::vector<int64_t> next(starts.begin(), starts.end() - 1);
     for (int64_t p = 0; p < pairs; ++p) {
-      place[p] = int32_t(next[experts[p]]++);
-      token[place[p]] = int32_t(p / chosen);
+      place[p] = rows.experts[p] < 0 ? -1 : int32_t(next[rows.experts[p]]++);
+      if (place[p] >= 0) token[place[p]] = int32_t(p / chosen);
     }
   }
 
   void compute() {
     hidden_stride = arranged_size(moe.width);
     const int64_t most = std::max<int64_t>(1, kPairBytes / int64_t(sizeof(T) * (hidden_stride + in)));
-    hidden = workspace.take<T>(std::min(most, pairs) * hidden_stride);
-    outputs = workspace.take<T>(std::min(most, pairs) * in);
-    if (pairs > most) sums = workspace.take<float>(tokens * in);
+    hidden = workspace.take<T>(std::min(most, sorted) * hidden_stride);
+    outputs = workspace.take<T>(std::min(most, sorted) * in);
+    if (sorted > most) sums = workspace.take<float>(tokens * in);
     std::vector<Segment> segments;
-    for (first = 0; first < pairs; first = last) {
-      last = std::min(first + most, pairs);
+    do {  // once also without any pair: the sums are zeros
+      last = std::min(first + most, sorted);
       segments.clear();
       for (size_t e = 0; e < moe.bank.size(); ++e) {
         const int64_t begin = std::max(first, starts[e]), end = std::min(last, starts[e + 1]);
         if (begin < end) segments.push_back({&*moe.bank[e], begin, end});
       }
       pool()->run([&](Team& team) {
+        if (moe.any_packed && first == 0) {
+          team.claim(tokens, 1, [&](int64_t t, int64_t) { arrange(rows.z + t * in, in, arranged + t * in_arranged); });
+          team.barrier();
+        }
         each_unit(team, segments, moe.width, 2 * in_arranged,
                   [&](const Segment& s, int64_t j, int64_t n) { expand(s, j, n); });
         team.barrier();
@@ -150,7 +171,8 @@ struct Routed {
         team.barrier();
         add_up(team);
       });
-    }
+      first = last;
+    } while (first < sorted);
   }
 
   // work(segment, j, n) for blocks of all columns of all segments; `size` is what a column takes in a panel.
@@ -184,9 +206,9 @@ struct Routed {
       const int64_t m = std::min(kBlockRows, s.end - begin);
       const auto product = [&](const ExpertMatrix& matrix, const T* panel, float* c, const ExpertMatrix& next,
                                int64_t j_next) {
-        const T* rows = matrix.packed() ? arranged : z;
+        const T* from = matrix.packed() ? arranged : rows.z;
         const int64_t stride = matrix.packed() ? in_arranged : in;
-        const auto row = [&](int64_t i) { return rows + token[begin + i] * stride; };
+        const auto row = [&](int64_t i) { return from + token[begin + i] * stride; };
         matrix.product(pairs, m, row, j0, n, panel, c, n, next, j_next);
       };
       product(expert.gate, gate_panel, gate, expert.up, j0);
@@ -218,8 +240,8 @@ struct Routed {
     down.prepare(pairs, j0, n, panel);
     for (int64_t begin = s.begin; begin < s.end; begin += kBlockRows) {
       const int64_t m = std::min(kBlockRows, s.end - begin);
-      const T* rows = hidden + (begin - first) * hidden_stride;
-      const auto row = [&](int64_t i) { return rows + i * hidden_stride; };
+      const T* from = hidden + (begin - first) * hidden_stride;
+      const auto row = [&](int64_t i) { return from + i * hidden_stride; };
       down.product(pairs, m, row, j0, n, panel, c, n, down, j0 + n);
       for (int64_t i = 0; i < m; ++i)
         each_lanes(n, [&](int64_t t, auto&& load_some, auto&& store_some) {
@@ -241,13 +263,13 @@ struct Routed {
     int count = 0;
     for (int64_t p = t * chosen; p < (t + 1) * chosen; ++p)
       if (first <= place[p] && place[p] < last) {
-        share[count] = shares[p];
+        share[count] = rows.shares[p];
         of_round[count++] = outputs + (place[p] - first) * in + j0;
       }
     each_lanes(std::min(kPiece, in - j0), [&](int64_t i, auto&& load_some, auto&& store_some) {
       Floats total = first ? load_some(sums + t * in + j0 + i) : zero();
       for (int c = 0; c < count; ++c) total += share[c] * load_some(of_round[c] + i);
-      if (last < pairs)
+      if (last < sorted)
         store_some(sums + t * in + j0 + i, total);
       else
         store_some(out + t * in + j0 + i, total);
@@ -267,13 +289,36 @@ struct Routed {
   }
 };
 
+void route_experts(const Moe& moe, int64_t tokens, Address x, Address z, Address experts, Address shares) {
+  with_dtype(moe.dtype(), [&]<class T>(T) {
+    Workspace workspace;
+    auto* logits = workspace.take<float>(tokens * moe.router.experts());
+    pool()->run([&](Team& team) {
+      choose(team, moe, tokens, at<const T>(x), logits, at<T>(z), at<int64_t>(experts), at<float>(shares));
+    });
+  });
+}
+
+std::vector<int64_t> mix_experts(const Moe& moe, int64_t tokens, int64_t chosen, Address z, Address experts,
+                                 Address shares, Address out) {
+  if (chosen > Router::kMostChosen) throw std::invalid_argument("a token may choose 1024 experts at most");
+  return with_dtype(moe.dtype(), [&]<class T>(T) {
+    const Choices<T> rows{tokens, chosen, at<const T>(z), at<const int64_t>(experts), at<const float>(shares)};
+    return Mixture<T, float>(moe, rows, at<float>(out)).run();
+  });
+}
+
 std::vector<int64_t> routed_experts(const Moe& moe, int64_t tokens, Address x, Address out) {
   return with_dtype(moe.dtype(), [&]<class T>(T) {
-    Routed<T> routed(moe, tokens, at<const T>(x), at<T>(out));
-    pool()->run([&](Team& team) { routed.route(team); });
-    routed.sort();
-    if (routed.missing.empty()) routed.compute();
-    return std::move(routed.missing);
+    const int64_t chosen = moe.router.chosen;
+    Workspace workspace;
+    auto* logits = workspace.take<float>(tokens * moe.router.experts());
+    auto* experts = workspace.take<int64_t>(tokens * chosen);
+    auto* shares = workspace.take<float>(tokens * chosen);
+    T* latent = workspace.take<T>(moe.latent_down ? tokens * moe.in() : 0);
+    const T* z = moe.latent_down ? latent : at<const T>(x);
+    pool()->run([&](Team& team) { choose(team, moe, tokens, at<const T>(x), logits, latent, experts, shares); });
+    return Mixture<T, T>(moe, {tokens, chosen, z, experts, shares}, at<T>(out)).run();
   });
 }
 
@@ -339,6 +384,8 @@ void bind_moe(nb::module_& m) {
            nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg().none(),
            nb::arg())
       .def("provide", &Moe::provide);
+  m.def("route_experts", &route_experts, Unlocked());
+  m.def("mix_experts", &mix_experts, Unlocked());
   m.def("routed_experts", &routed_experts, Unlocked());
   m.def("moe_output", &moe_output, Unlocked());
 }

@@ -16,10 +16,10 @@
 namespace longspan {
 
 // The k <= n best of n scores -> their indices, ascending.
-inline void top_k(const float* scores, int n, int k, int32_t* best) {
-  const auto rank = [&](int32_t i) { return scores[i] == scores[i] ? scores[i] : -INFINITY; };
+inline void top_k(const float* scores, int n, int k, int64_t* best) {
+  const auto rank = [&](int64_t i) { return scores[i] == scores[i] ? scores[i] : -INFINITY; };
   int found = 0;
-  for (int32_t i = 0; i < n; ++i) {  // `best` is kept in order, best first; equal scores stay in order of i
+  for (int64_t i = 0; i < n; ++i) {  // `best` is kept in order, best first; equal scores stay in order of i
     const float score = rank(i);
     if (found == k && (k == 0 || !(score > rank(best[k - 1])))) continue;
     int at = found < k ? found++ : k - 1;
@@ -53,7 +53,7 @@ struct Router {
   int experts() const { return int(gate.rows); }
 
   // logits [experts], overwritten -> the experts [chosen] of a token and their weights.
-  void choose(float* logits, int32_t* picked, float* weights) const {
+  void choose(float* logits, int64_t* picked, float* weights) const {
     const int n = experts();
     Workspace workspace;
     auto* choice = workspace.take<float>(n);
@@ -83,7 +83,7 @@ struct Router {
     const int size = experts() / groups;
     Workspace workspace;
     auto* best_two = workspace.take<float>(groups);
-    auto* kept = workspace.take<int32_t>(kept_groups);
+    auto* kept = workspace.take<int64_t>(kept_groups);
     for (int g = 0; g < groups; ++g) {
       float best = -INFINITY, second = -INFINITY;
       bool nan = false;

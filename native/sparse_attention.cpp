@@ -10,8 +10,10 @@
 // so every sum has one order, whatever runs beside it and on how many threads. A block that is large for its
 // batch is spread over the team by pieces and lines, a few pieces at a time; the others are one unit of work.
 //
-// An empty set gives zeros and lse -inf; a row flagged kNonFinite by the indexer gives NaN.
+// Tokens are those that the pages hold: of a shard of the sequence, its own, counted from 0. An empty set gives
+// zeros and lse -inf; a row flagged kNonFinite by the indexer gives NaN.
 #include "batch.h"
+#include "indexer.h"
 #include "pool.h"
 #include "sparse_attention_cache.h"
 #include "sparse_attention_tile.h"
@@ -25,7 +27,6 @@ constexpr int64_t kBlockLines = 128;   // their sums and queries stay in L2 whil
 constexpr int64_t kFewLines = 12;      // below this a tile is too narrow to pay for its packing
 constexpr int64_t kWave = 8;           // pieces of a spread block under way, per thread
 constexpr int64_t kAloneWork = 1 << 18;  // multiply-adds that are not worth waking anybody
-constexpr int64_t kNonFinite = -2;
 constexpr int64_t kDense = -1;
 
 struct Block {

@@ -13,6 +13,13 @@
 
 namespace longspan {
 
+// Whole numbers in the order of the floats, and back.
+inline int32_t ordered(float x) {
+  const int32_t bits = std::bit_cast<int32_t>(x);
+  return bits ^ (bits >> 31 & 0x7fffffff);
+}
+inline float unordered(int32_t bits) { return std::bit_cast<float>(bits ^ (bits >> 31 & 0x7fffffff)); }
+
 class TopK {
  public:
   static constexpr int64_t kMostAtOnce = 64;
@@ -51,13 +58,6 @@ class TopK {
 
  private:
   static uint32_t lanes_below(int64_t count) { return count < kLanes ? (1u << count) - 1 : 0xffffu; }
-
-  // Whole numbers in the order of the floats, and back.
-  static int32_t ordered(float x) {
-    const int32_t bits = std::bit_cast<int32_t>(x);
-    return bits ^ (bits >> 31 & 0x7fffffff);
-  }
-  static float unordered(int32_t bits) { return std::bit_cast<float>(bits ^ (bits >> 31 & 0x7fffffff)); }
 
   void offer(Floats scores, Ints positions, uint32_t seen) {
     const Floats size = max(scores, -scores);

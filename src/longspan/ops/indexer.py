@@ -64,11 +64,9 @@ def index_select(query: Tensor, weight: Tensor, view: MlaView, batch: StepBatch,
 def index_candidates(query: Tensor, weight: Tensor, view: MlaView, batch: StepBatch, top_k: int) -> Tensor:
     """As `index_select`, from the keys that are here -> candidates [T, w] int64, the best first.
 
-    w = min(top_k, the most tokens a rank can hold of one sequence), the same on all ranks. A row that sees
-    no more than top_k tokens, on all ranks together, lists all that are here with score 0.
+    A row that sees no more than top_k tokens, on all ranks together, lists all that are here with score 0.
     """
-    shard = batch.shard
-    width = min(top_k, Shard(0, shard.size, shard.interleave).count(batch.max_visible))
+    shard, width = batch.shard, candidate_width(batch, top_k)
     local = torch.arange(width)
     scores = torch.where(local < batch.row_visible[:, None], 0.0, -torch.inf)
     candidates = _pack(scores, shard.position(local).expand(scores.shape))
@@ -79,6 +77,12 @@ def index_candidates(query: Tensor, weight: Tensor, view: MlaView, batch: StepBa
         candidates[rows] = _pack(scores, shard.position(chosen))
         candidates[rows.start : rows.stop][broken, 0] = BROKEN
     return candidates.sort(-1, descending=True).values
+
+
+def candidate_width(batch: StepBatch, top_k: int) -> int:
+    """w = min(top_k, the most tokens a rank can hold of one sequence), the same on all ranks."""
+    shard = batch.shard
+    return min(top_k, Shard(0, shard.size, shard.interleave).count(batch.max_visible))
 
 
 def _pack(scores: Tensor, positions: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from longspan.config import ActivationConfig
 from longspan.ops.batch import StepBatch
 from longspan.ops.native.extension import extension
+from longspan.ops.shard import Shard
 
 
 def kept(owner: Any, build: Callable[[Any], Any]) -> Any:
@@ -41,7 +43,13 @@ def _build_batch(batch: StepBatch) -> Any:
         batch.block_tables.stride(0),
         batch.slot_mapping.data_ptr(),
         batch.state_slots.data_ptr(),
+        native_shard(batch.shard),
     )
+
+
+@cache
+def native_shard(shard: Shard) -> Any:
+    return extension().Shard(shard.rank, shard.size, shard.interleave)
 
 
 def native_activation(config: ActivationConfig) -> Any:

@@ -1,4 +1,4 @@
-"""Native twins of routed_experts and moe_output. Experts are handed over when first hit."""
+"""Native twins of routed_experts, route_experts, mix_experts and moe_output. Experts are handed over when first hit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.formats.mx import dequantize_mxfp4
-from longspan.ops.moe import ExpertWeights, MoeWeights, MxfpWeight
+from longspan.ops.moe import ExpertWeights, LatentProjection, MoeWeights, MxfpWeight
 from longspan.ops.native.dense import ffn_handle
 from longspan.ops.native.extension import extension
 from longspan.ops.native.handles import contiguous, kept, native_activation
@@ -18,13 +18,39 @@ LARGEST_EXPONENT = 252  # of a packed matrix as the kernel takes it; only corrup
 
 def routed_experts(x: Tensor, weights: MoeWeights) -> Tensor:
     x, handle = contiguous(x), kept(weights, _build)
-    latent = weights.latent
-    out = torch.empty_like(x) if latent is None else x.new_empty(x.shape[0], latent.down.shape[0])
+    out = torch.empty_like(x) if weights.latent is None else _latents(x, weights.latent)
     run = extension().routed_experts
     while missing := run(handle, x.shape[0], x.data_ptr(), out.data_ptr()):
-        for expert in missing:
-            handle.provide(expert, *_matrices(weights.bank[expert], x.dtype))
+        _provide(handle, missing, weights, x.dtype)
     return out
+
+
+def route_experts(x: Tensor, weights: MoeWeights) -> tuple[Tensor, Tensor, Tensor]:
+    x, top_k = contiguous(x), weights.router.top_k
+    z = x if weights.latent is None else _latents(x, weights.latent)
+    experts = torch.empty((x.shape[0], top_k), dtype=torch.int64)
+    shares = torch.empty(x.shape[0], top_k)
+    asked = (x.data_ptr(), z.data_ptr(), experts.data_ptr(), shares.data_ptr())
+    extension().route_experts(kept(weights, _build), x.shape[0], *asked)
+    return z, experts, shares
+
+
+def mix_experts(z: Tensor, experts: Tensor, expert_weights: Tensor, weights: MoeWeights) -> Tensor:
+    z, experts, expert_weights = contiguous(z), contiguous(experts), contiguous(expert_weights)
+    handle, run, out = kept(weights, _build), extension().mix_experts, torch.empty(z.shape)
+    asked = (z.data_ptr(), experts.data_ptr(), expert_weights.data_ptr(), out.data_ptr())
+    while missing := run(handle, *experts.shape, *asked):
+        _provide(handle, missing, weights, z.dtype)
+    return out
+
+
+def _latents(x: Tensor, latent: LatentProjection) -> Tensor:
+    return x.new_empty(x.shape[0], latent.down.shape[0])
+
+
+def _provide(handle: Any, missing: list[int], weights: MoeWeights, dtype: torch.dtype) -> None:
+    for expert in missing:
+        handle.provide(expert, *_matrices(weights.bank[expert], dtype))
 
 
 def moe_output(r: Tensor, x: Tensor, weights: MoeWeights) -> Tensor:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from longspan.ops.backend import Operators
-from longspan.ops.indexer import index_candidates, merge_candidates
 from longspan.ops.linear import embed
-from longspan.ops.moe import mix_experts, route_experts
 from longspan.ops.native.dense import attention_residual, ffn, lm_head
-from longspan.ops.native.indexer import index_select
+from longspan.ops.native.indexer import index_candidates, index_select, merge_candidates
 from longspan.ops.native.kda import kda
 from longspan.ops.native.mla import mla_epilogue, mla_prologue
-from longspan.ops.native.moe import moe_output, routed_experts
+from longspan.ops.native.moe import mix_experts, moe_output, route_experts, routed_experts
 from longspan.ops.native.sampling import apply_penalties, sample
 from longspan.ops.native.sparse_attention import sparse_attention
 from longspan.ops.native.threads import use_threads
