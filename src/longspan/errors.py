@@ -44,6 +44,10 @@ class EngineDeadError(LongspanError):
     """The engine's process has died, and with it all requests that it worked on (HTTP 500)."""
 
 
+class PeerError(LongspanError):
+    """A collective failed: another rank has died or did not answer in time. All ranks must start again."""
+
+
 class DeadlineError(LongspanError):
     """The request was not finished within the time that it was given (HTTP 504)."""
 

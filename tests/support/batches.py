@@ -10,6 +10,7 @@ from torch import Tensor
 from longspan.memory.layout import allocate_views
 from longspan.model.decoder import Decoder, Observer
 from longspan.ops.batch import StepBatch
+from longspan.ops.shard import WHOLE, Shard
 
 
 class Tables:
@@ -31,11 +32,15 @@ class Tables:
         lengths: Sequence[int],
         contexts: Sequence[int],
         token_ids: Sequence[int] | None = None,
+        shard: Shard = WHOLE,
     ) -> StepBatch:
-        """`lengths[i]` new rows of `seqs[i]`, of which `contexts[i]` tokens are in memory; all logits."""
+        """`lengths[i]` new rows of `seqs[i]`, of which `contexts[i]` tokens are in memory; all logits.
+
+        These are the pages of a rank: with a `shard`, of its own tokens.
+        """
         total = sum(lengths)
         slots = [
-            int(self.pages[s, p // self.page_size]) * self.page_size + p % self.page_size
+            self._slot(s, shard.local(p)) if shard.owner(p) == shard.rank else -1
             for s, n, c in zip(seqs, lengths, contexts, strict=True)
             for p in range(c, c + n)
         ]
@@ -52,7 +57,11 @@ class Tables:
             slot_mapping=torch.tensor(slots, dtype=torch.int64),
             state_slots=self.slots[index],
             logit_rows=torch.arange(total),
+            shard=shard,
         )
+
+    def _slot(self, seq: int, token: int) -> int:
+        return int(self.pages[seq, token // self.page_size]) * self.page_size + token % self.page_size
 
     def pages_of(self, seq_rows: Sequence[Tensor], fill: float = torch.nan) -> Tensor:
         """Pages [num_pages, page_size, n] holding the rows [len, n] of each sequence, `fill` elsewhere."""
@@ -64,10 +73,13 @@ class Tables:
 
 
 class Host:
-    """Runs a model over a few sequences, whose memory it keeps."""
+    """Runs a model over a few sequences, of whose memory it keeps a rank's share, or all."""
 
-    def __init__(self, model: Decoder, num_seqs: int, max_tokens: int, page_size: int = 4) -> None:
+    def __init__(
+        self, model: Decoder, num_seqs: int, max_tokens: int, page_size: int = 4, shard: Shard = WHOLE
+    ) -> None:
         self.model = model
+        self.shard = shard
         self.tables = Tables(num_seqs, max_tokens, page_size)
         self.views = allocate_views(
             model.config, self.tables.num_pages, page_size, self.tables.num_slots, model.dtype, poison=True
@@ -79,7 +91,7 @@ class Host:
         seqs = list(chunks)
         lengths = [len(chunks[s]) for s in seqs]
         batch = self.tables.batch(
-            seqs, lengths, [self.lengths[s] for s in seqs], [t for s in seqs for t in chunks[s]]
+            seqs, lengths, [self.lengths[s] for s in seqs], [t for s in seqs for t in chunks[s]], self.shard
         )
         logits = self.model.step(batch, self.views, observe).split(lengths)
         for s, n in zip(seqs, lengths, strict=True):

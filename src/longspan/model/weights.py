@@ -162,7 +162,9 @@ class _Reader:
                 norm=self.weight(f"{prefix}.q_a_layernorm.weight"),
                 b=self.weight(f"{prefix}.q_b_proj.weight"),
             )
-        kv_b = self.weight(f"{prefix}.kv_b_proj.weight").view(mla.num_heads, -1, mla.kv_lora_rank)
+        kv_b = self.weight(f"{prefix}.kv_b_proj.weight")
+        # By head; a source that serves one rank of several may have more of them here than the config says.
+        kv_b = kv_b.view(-1, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank)
         return MlaWeights(
             query=query,
             kv_a=self.weight(f"{prefix}.kv_a_proj_with_mqa.weight"),
