@@ -93,8 +93,19 @@ struct HeadScratch {
   }
 };
 
-void copy_state(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t dim) {
+// rows [dim][dim] -> the same, or turned.
+void copy_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t dim) {
   for (int64_t i = 0; i < dim; ++i) std::copy(from + i * from_stride, from + i * from_stride + dim, to + i * to_stride);
+}
+void turn_rows(const float* from, int64_t from_stride, float* to, int64_t to_stride, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += kLanes)
+    for (int64_t j = 0; j < dim; j += kLanes) {
+      Floats tile[kLanes] = {};
+      const int64_t rows = std::min<int64_t>(kLanes, dim - i), columns = std::min<int64_t>(kLanes, dim - j);
+      for (int64_t r = 0; r < rows; ++r) tile[r] = load_rest(from + (i + r) * from_stride + j, columns);
+      transpose(tile);
+      for (int64_t c = 0; c < columns; ++c) store_rest(to + (j + c) * to_stride + i, tile[c], rows);
+    }
 }
 
 template <class T>
@@ -103,19 +114,22 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
   const int64_t dim = w.dim, width = w.width, slot = batch.state_slots[piece.seq];
   const int64_t first = piece.first - origin, count = piece.count;
   const bool begins = batch.context_lens[piece.seq] == 0 && piece.first == batch.query_starts[piece.seq];
-  T* window = at<T>(memory.window) + slot * memory.window_slot + head * dim;
+  const KdaWindow<T> window{at<T>(memory.window) + slot * memory.window_slot + head * dim * memory.window_channel,
+                            memory.window_row, memory.window_channel};
   float* home = at<float>(memory.state) + slot * memory.state_slot + head * memory.state_head;
 
-  // A state of whole vectors is worked on where it lies.
-  const bool whole = dim == width;
-  const HeadState s = whole ? HeadState{home, memory.state_key} : HeadState{scratch.state, width};
-  if (!whole) std::fill(s.data, s.data + width * width, 0.0f);
+  // A state of whole vectors is worked on where it lies, if values of a key are neighbours there.
+  const bool turned = memory.state_value != 1, in_place = dim == width && !turned;
+  const HeadState s = in_place ? HeadState{home, memory.state_key} : HeadState{scratch.state, width};
+  if (!in_place) std::fill(s.data, s.data + width * width, 0.0f);
   if (begins)
     for (int64_t i = 0; i < dim; ++i) std::fill(s.data + i * s.stride, s.data + i * s.stride + dim, 0.0f);
-  else if (!whole)
-    copy_state(home, memory.state_key, s.data, s.stride, dim);
+  else if (turned)
+    turn_rows(home, memory.state_value, s.data, s.stride, dim);
+  else if (!in_place)
+    copy_rows(home, memory.state_key, s.data, s.stride, dim);
 
-  KdaInput<T> input(w, rows, head, first, begins ? nullptr : window, memory.window_row, scratch.raw);
+  KdaInput<T> input(w, rows, head, first, window, begins, scratch.raw);
   const HeadRows& r = scratch.rows;
   constexpr bool exact = std::is_same_v<T, float>;
   // The norm over a narrow head magnifies what bfloat16 factors lose where o is small.
@@ -130,8 +144,11 @@ void run_head(const Kda& w, const KdaRows<T>& rows, const KdaMemory& memory, con
       chunk.run(n, r, s, scratch.o);
     kda_output(w, rows, head, first + done, n, scratch.o);
   }
-  input.save(window, memory.window_row);
-  if (!whole) copy_state(s.data, s.stride, home, memory.state_key, dim);
+  input.save();
+  if (turned)
+    turn_rows(s.data, s.stride, home, memory.state_value, dim);
+  else if (!in_place)
+    copy_rows(s.data, s.stride, home, memory.state_key, dim);
 }
 
 template <class T>
@@ -192,9 +209,9 @@ void bind_kda(nb::module_& m) {
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg());
   nb::class_<KdaMemory>(m, "KdaMemory")
-      .def("__init__", [](KdaMemory* memory, Address state, int64_t slot, int64_t head, int64_t key, Address window,
-                          int64_t window_slot, int64_t window_row) {
-        new (memory) KdaMemory{state, window, slot, head, key, window_slot, window_row};
+      .def("__init__", [](KdaMemory* memory, Address state, int64_t slot, int64_t head, int64_t key, int64_t value,
+                          Address window, int64_t window_slot, int64_t window_row, int64_t window_channel) {
+        new (memory) KdaMemory{state, window, slot, head, key, value, window_slot, window_row, window_channel};
       });
   m.def("kda", &kda, Unlocked());
 }

@@ -31,11 +31,18 @@ struct Kda {
       std::optional<float> lower_bound, float norm_eps);
 };
 
-// The memory of a layer: state [slots, heads, dim (key), dim (value)], window [slots, kernel - 1, 3 * heads * dim].
-// The last dimension is contiguous.
+// The memory of a layer: state [slots, heads, dim (key), dim (value)], of whose last two strides one is 1, and
+// window [slots, kernel - 1, 3 * heads * dim] with any strides.
 struct KdaMemory {
   Address state, window;
-  int64_t state_slot, state_head, state_key, window_slot, window_row;  // strides
+  int64_t state_slot, state_head, state_key, state_value, window_slot, window_row, window_channel;  // strides
+};
+
+// The window of one head: row j, channel i of part q, k or v at data[j * row + (part * inner + i) * channel].
+template <class T>
+struct KdaWindow {
+  T* data;
+  int64_t row, channel;
 };
 
 // Projections of all rows of a step, and what comes of them.

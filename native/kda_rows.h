@@ -47,13 +47,16 @@ class KdaInput {
 
   static int64_t scratch(const Kda& w) { return (w.history + kBlock) * 3 * w.width; }
 
-  // `window` is the head's channels of its slot; null for a sequence that begins.
-  KdaInput(const Kda& w, const KdaRows<T>& rows, int64_t head, int64_t first, const T* window, int64_t window_row,
+  // A sequence that begins has nothing in its window.
+  KdaInput(const Kda& w, const KdaRows<T>& rows, int64_t head, int64_t first, KdaWindow<T> window, bool begins,
            float* raw)
-      : w_(w), rows_(rows), head_(head), row_(first), raw_(raw) {
-    if (!window) std::fill(raw, raw + w.history * 3 * w.width, 0.0f);
-    if (window)
-      for (int64_t j = 0; j < w.history; ++j) widen(window + j * window_row, raw + j * 3 * w.width);
+      : w_(w), rows_(rows), window_(window), head_(head), row_(first), raw_(raw) {
+    if (begins || window.channel != 1) std::fill(raw, raw + w.history * 3 * w.width, 0.0f);
+    if (begins) return;
+    if (window.channel != 1)
+      each_in_window([&](T& x, float& wide) { wide = to_float(x); });
+    else
+      for (int64_t j = 0; j < w.history; ++j) widen(window.data + j * window.row, raw + j * 3 * w.width);
   }
 
   // The next `count` rows.
@@ -67,15 +70,26 @@ class KdaInput {
   }
 
   // The inputs that the next step needs.
-  void save(T* window, int64_t window_row) const {
+  void save() const {
+    if (window_.channel != 1) return each_in_window([](T& x, float& wide) { x = from_float<T>(wide); });
     for (int64_t j = 0; j < w_.history; ++j)
       for (int64_t part = 0; part < 3; ++part)
         for (int64_t i = 0; i < w_.dim; i += kLanes)
-          store_rest(window + j * window_row + part * rows_.inner + i, load(raw_ + (j * 3 + part) * w_.width + i),
-                     w_.dim - i);
+          store_rest(window_.data + j * window_.row + part * rows_.inner + i,
+                     load(raw_ + (j * 3 + part) * w_.width + i), w_.dim - i);
   }
 
  private:
+  // f(what lies in the window, its place among the raw inputs), the rows of a channel together.
+  template <class F>
+  void each_in_window(F&& f) const {
+    for (int64_t part = 0; part < 3; ++part)
+      for (int64_t i = 0; i < w_.dim; ++i)
+        for (int64_t j = 0; j < w_.history; ++j)
+          f(window_.data[j * window_.row + (part * rows_.inner + i) * window_.channel],
+            raw_[(j * 3 + part) * w_.width + i]);
+  }
+
   void widen(const T* x, float* out) const {
     for (int64_t part = 0; part < 3; ++part)
       for (int64_t i = 0; i < w_.dim; i += kLanes)
@@ -135,6 +149,7 @@ class KdaInput {
 
   const Kda& w_;
   const KdaRows<T>& rows_;
+  const KdaWindow<T> window_;
   int64_t head_, row_;
   float* raw_;  // [history + kBlock][q | k | v][width]
 };

@@ -107,7 +107,7 @@ def merge_candidates(candidates: Tensor, shard: Shard, top_k: int) -> Tensor:
     selected[selected == nowhere] = NO_TOKEN
     broken = (together == BROKEN).any(-1)
     selected[broken] = NO_TOKEN
-    selected[broken, 0] = NON_FINITE
+    selected[broken, :1] = NON_FINITE
     return selected
 
 

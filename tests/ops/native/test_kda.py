@@ -204,6 +204,41 @@ def test_strided_memory_is_updated_in_place_and_nothing_around_it(tokens: int, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # by token, in chunks
+@pytest.mark.parametrize("shape", [Shape(1, 1, kernel=2), Shape(3, 6), Shape(2, 16, kernel=1), Shape(2, 48)])
+@pytest.mark.parametrize("turned", ["window", "state", "both"])
+def test_memory_may_lie_the_other_way_round(turned: str, shape: Shape, dtype: torch.dtype) -> None:
+    """Taps of a channel side by side, keys of a value side by side, and a gap after each slot and head."""
+    torch.manual_seed(1)
+    inner = shape.heads * shape.dim
+    weights, tables = make_weights(shape, dtype), Tables(3, 120)
+    plain = poisoned_view(tables, shape, dtype)
+    state = torch.full((tables.num_slots, shape.heads, shape.dim + 1, shape.dim + 2), 7.0)
+    conv = torch.full((tables.num_slots, 3 * inner + 1, shape.kernel + 1), 7.0, dtype=dtype)
+    view = KdaView(
+        plain.state.clone() if turned == "window" else state[:, :, :-1, :-2].mT,
+        plain.conv.clone() if turned == "state" else conv[:, :-1, : shape.kernel - 1].mT,
+    )
+    done = [0, 0, 0]
+    for lengths in ([40, 3, 1], [1, 0, 2], [33, 9, 1]):
+        batch = tables.batch([2, 0, 1], lengths, done)
+        x = rows_of(shape, sum(lengths), dtype)
+        assert torch.equal(native_kda(x, weights, view, batch), native_kda(x, weights, plain, batch))
+        done = [d + n for d, n in zip(done, lengths, strict=True)]
+    assert torch.equal(view.state[tables.slots], plain.state[tables.slots])
+    assert torch.equal(view.conv[tables.slots], plain.conv[tables.slots])
+    assert (state[..., -2:] == 7).all() and (state[:, :, -1] == 7).all()
+    assert (conv[:, -1] == 7).all() and (conv[..., shape.kernel - 1 :] == 7).all()
+
+
+def test_a_state_with_neither_keys_nor_values_side_by_side_is_refused() -> None:
+    shape, tables = Shape(1, 4), Tables(1, 8)
+    view = poisoned_view(tables, shape)
+    view = KdaView(torch.zeros(*view.state.shape, 2)[..., 0], view.conv)
+    with pytest.raises(ValueError, match=r"strides \(32, 8, 2\) for head, key and value"):
+        native_kda(rows_of(shape, 1), make_weights(shape), view, tables.batch([0], [1], [0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # by token, in chunks
 @pytest.mark.parametrize("bias", [-60.0, 0.0, 60.0])
 @pytest.mark.parametrize("bound", [-5.0, None])
 def test_no_decay_overflows_or_loses_precision(bound: float | None, bias: float, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from longspan.ops import mla_prologue as reference
 from longspan.ops.batch import QUAD, MlaView, QuantizedKeys
 from longspan.ops.mla_prologue import IndexerWeights, MlaQueries, MlaWeights, QueryLora
 from longspan.ops.native import mla
+from longspan.ops.shard import WHOLE, Shard
 
 from .conftest import THREADS
 
@@ -25,6 +26,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2 * 2.0**-8}
 class Shape:
     hidden: int = 40
     heads: int = 3
+    query_heads: int | None = None  # where they are others
     rank: int = 36
     nope: int = 10
     rope: int = 6
@@ -41,6 +43,7 @@ shapes = st.builds(
     Shape,
     hidden=st.sampled_from([1, 24, 65]),
     heads=st.integers(1, 5),
+    query_heads=st.sampled_from([None, 1, 7]),
     rank=st.sampled_from([1, 16, 33, 70]),
     nope=st.sampled_from([1, 8, 31, 33]),
     rope=st.sampled_from([0, 1, 16]),
@@ -53,6 +56,7 @@ shapes = st.builds(
     gated=st.booleans(),
 )
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+shards = st.sampled_from([WHOLE, Shard(0, 2, 1), Shard(1, 3, 2), Shard(1, 2, 16)])
 
 
 def make_weights(s: Shape, dtype: torch.dtype) -> MlaWeights:
@@ -62,7 +66,8 @@ def make_weights(s: Shape, dtype: torch.dtype) -> MlaWeights:
     def norm(size: int) -> Tensor:
         return (1 + 0.2 * torch.randn(size)).to(dtype)
 
-    query: QueryLora | Tensor = w(s.heads * (s.nope + s.rope), s.lora or s.hidden)
+    query_heads = s.query_heads or s.heads
+    query: QueryLora | Tensor = w(query_heads * (s.nope + s.rope), s.lora or s.hidden)
     if s.lora:
         query = QueryLora(w(s.lora, s.hidden), norm(s.lora), query)
     indexer = IndexerWeights(
@@ -77,7 +82,7 @@ def make_weights(s: Shape, dtype: torch.dtype) -> MlaWeights:
         query=query,
         kv_a=w(s.rank + s.rope, s.hidden),
         kv_a_norm=norm(s.rank),
-        up_key=w(s.heads * s.nope, s.rank).view(s.heads, s.nope, s.rank),
+        up_key=w(query_heads * s.nope, s.rank).view(query_heads, s.nope, s.rank),
         up_value=w(s.heads * s.value, s.rank).view(s.heads, s.value, s.rank),
         latent_norm_eps=1e-6,
         indexer=indexer if s.indexed else None,
@@ -121,11 +126,13 @@ def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
 
 
 @settings(max_examples=60)
-@given(s=shapes, tokens=st.sampled_from([0, 1, 2, 5, 9]), dtype=dtypes, seed=st.integers(0, 99))
-def test_the_prologue_is_that_of_the_reference(s: Shape, tokens: int, dtype: torch.dtype, seed: int) -> None:
+@given(s=shapes, tokens=st.sampled_from([0, 1, 2, 5, 9]), shard=shards, dtype=dtypes, seed=st.integers(0, 99))
+def test_the_prologue_is_that_of_the_reference(
+    s: Shape, tokens: int, shard: Shard, dtype: torch.dtype, seed: int
+) -> None:
     torch.manual_seed(seed)
     w, x, tables = make_weights(s, dtype), torch.randn(tokens, s.hidden).to(dtype), Tables(2, 12)
-    slots = tables.batch([1], [tokens], [3]).slot_mapping
+    slots = tables.batch([1], [tokens], [3], shard=shard).slot_mapping
     views = [poisoned_view(s, tables, dtype) for _ in range(2)]
     want = answers(reference.mla_prologue(x, w, views[0], slots), views[0])
     got = answers(mla.mla_prologue(x, w, views[1], slots), views[1])
@@ -143,14 +150,14 @@ def test_the_epilogue_is_that_of_the_reference(s: Shape, tokens: int, dtype: tor
 
 
 @settings(max_examples=30)
-@given(dim=st.sampled_from([1, 3, 4, 10, 17, 64]), dtype=dtypes, seed=st.integers(0, 99))
+@given(dim=st.sampled_from([1, 3, 4, 10, 17, 64]), shard=shards, dtype=dtypes, seed=st.integers(0, 99))
 def test_int8_pages_hold_the_native_index_keys_quantised_as_the_reference_does(
-    dim: int, dtype: torch.dtype, seed: int
+    dim: int, shard: Shard, dtype: torch.dtype, seed: int
 ) -> None:
     torch.manual_seed(seed)
     s = Shape(index_dim=dim)
     w, x, tables = make_weights(s, dtype), torch.randn(6, s.hidden).to(dtype), Tables(1, 12)
-    slots = tables.batch([0], [6], [3]).slot_mapping
+    slots = tables.batch([0], [6], [3], shard=shard).slot_mapping
     plain, got, want = (poisoned_view(s, tables, dtype, quantised) for quantised in (False, True, True))
     mla.mla_prologue(x, w, plain, slots)
     mla.mla_prologue(x, w, got, slots)

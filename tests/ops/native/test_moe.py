@@ -143,6 +143,64 @@ def test_routed_experts_equal_the_reference(
     assert_close(native.routed_experts(x, weights), reference.routed_experts(x, weights))
 
 
+@settings(max_examples=40)
+@given(
+    dtype=dtypes,
+    tokens=st.sampled_from([0, 1, 2, 9]),
+    latent=st.sampled_from([None, 96]),
+    packed=st.lists(st.booleans(), min_size=1, max_size=2),
+    chance=st.sampled_from([0.0, 0.5, 1.0]),
+    choices=st.integers(1, 5),
+    seed=st.integers(0, 1000),
+)
+def test_routing_and_mixing_equal_the_reference_with_experts_left_out(
+    dtype: torch.dtype,
+    tokens: int,
+    latent: int | None,
+    packed: list[bool],
+    chance: float,
+    choices: int,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    weights = make_moe(dtype, 64, latent, experts=6, packed=packed)
+    x = torch.randn(tokens, 64).to(dtype)
+    assume_clear_choices(x, weights.router)
+    z, experts, shares = native.route_experts(x, weights)
+    want_z, want_experts, want_shares = reference.route_experts(x, weights)
+    assert_close(z, want_z)
+    assert torch.equal(experts, want_experts)
+    torch.testing.assert_close(shares, want_shares, atol=1e-5, rtol=1e-5)
+    # What a rank of others is given: as many choices as it likes, ascending, some of them none.
+    experts = torch.rand(tokens, 6).argsort(-1)[:, :choices].sort(-1).values
+    experts[torch.rand(tokens, choices) >= chance] = -1
+    shares = torch.rand(tokens, choices)
+    got, want = (mix(z, experts, shares, weights) for mix in (native.mix_experts, reference.mix_experts))
+    assert got.dtype == torch.float32 and (got[(experts < 0).all(-1)] == 0).all()
+    if got.numel():
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got, want, atol=tolerance * float(want.abs().amax()), rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed", [[True], [False]], ids=["mxfp4", "plain"])
+def test_routed_experts_are_routed_mixed_and_rounded(dtype: torch.dtype, packed: list[bool]) -> None:
+    torch.manual_seed(0)
+    weights = make_moe(dtype, packed=packed)
+    x = torch.randn(23, 48).to(dtype)
+    z, experts, shares = native.route_experts(x, weights)
+    mixed = native.mix_experts(z, experts, shares, weights)
+    assert torch.equal(mixed.to(dtype), native.routed_experts(x, weights))
+    # Rows on their way to owners of experts meet other mates and leave some choices behind.
+    experts[:, 1] = -1
+    whole = native.mix_experts(z, experts, shares, weights)
+    rows = torch.tensor([22, 3, 3, 17])
+    for threads in (1, 2, 3, 7):
+        extension().set_threads(threads)
+        assert torch.equal(native.mix_experts(z, experts, shares, weights), whole)
+        assert torch.equal(native.mix_experts(z[rows], experts[rows], shares[rows], weights), whole[rows])
+
+
 @settings(max_examples=30)
 @given(
     dtype=dtypes,
@@ -233,9 +291,12 @@ def test_more_pairs_than_a_round_holds_change_no_bit() -> None:
     weights = make_moe(torch.float32, hidden=32, latent=4096, width=32, experts=3, top_k=2, packed=[True])
     x = torch.randn(4200, 32)  # 8400 pairs; 64 MiB hold 4032
     whole = native.routed_experts(x, weights)
+    z, experts, shares = native.route_experts(x, weights)
+    mixed = native.mix_experts(z, experts, shares, weights)
     for begin in range(0, 4200, 1400):
-        part = native.routed_experts(x[begin : begin + 1400], weights)
-        assert torch.equal(whole[begin : begin + 1400], part)
+        rows = slice(begin, begin + 1400)
+        assert torch.equal(whole[rows], native.routed_experts(x[rows], weights))
+        assert torch.equal(mixed[rows], native.mix_experts(z[rows], experts[rows], shares[rows], weights))
 
 
 def test_only_the_experts_that_are_hit_are_touched_and_only_once() -> None:

@@ -15,6 +15,7 @@ from longspan.ops import sparse_attention as reference
 from longspan.ops.batch import MlaView, StepBatch
 from longspan.ops.indexer import NO_TOKEN, NON_FINITE
 from longspan.ops.native.sparse_attention import sparse_attention
+from longspan.ops.shard import WHOLE, Shard
 
 TILE, PIECE = 128, 512  # keys, as the kernel takes them
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -22,6 +23,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 SHAPES = st.sampled_from(
     [(1, 1, 1), (3, 6, 2), (4, 64, 32), (5, 36, 10), (7, 80, 16), (16, 128, 64), (130, 20, 4)]
 )
+SHARDS = st.sampled_from([WHOLE, Shard(0, 2, 1), Shard(1, 2, 16), Shard(2, 3, 5), Shard(3, 4, 300)])
 EDGES = [0, 1, 2, TILE - 1, TILE, TILE + 1, PIECE - 1, PIECE, PIECE + 1]
 
 
@@ -29,10 +31,15 @@ class Case:
     """Sequences of (new rows, context) over scrambled, strided pages; what was not written is NaN."""
 
     def __init__(
-        self, sequences: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, seed: int
+        self,
+        sequences: list[tuple[int, int]],
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        seed: int,
+        shard: Shard = WHOLE,
     ):
         torch.manual_seed(seed)
-        self.sequences = sequences
+        self.sequences, self.shard = sequences, shard
         self.heads, self.rank, rope = shape
         width = self.rank + rope
         self.scale = width**-0.5
@@ -45,16 +52,15 @@ class Case:
         self.query = (2 * torch.randn(sum(n for n, _ in sequences), self.heads, width)).to(dtype)
 
     def batch(self) -> StepBatch:
-        return self.tables.batch(
-            range(len(self.sequences)), [n for n, _ in self.sequences], [c for _, c in self.sequences]
-        )
+        lengths, contexts = [n for n, _ in self.sequences], [c for _, c in self.sequences]
+        return self.tables.batch(range(len(self.sequences)), lengths, contexts, shard=self.shard)
 
     def select(self, top_k: int, chance: float) -> Tensor:
         """[T, top_k]: about `chance` of the visible tokens of each row, with holes anywhere among them."""
-        positions = self.batch().row_positions
-        selected = torch.full((len(positions), top_k), NO_TOKEN)
-        for row, p in enumerate(positions.tolist()):
-            chosen = torch.randperm(p + 1)[:top_k]
+        visible = self.batch().row_visible
+        selected = torch.full((len(visible), top_k), NO_TOKEN)
+        for row, count in enumerate(visible.tolist()):
+            chosen = torch.randperm(count)[:top_k]
             chosen = chosen[torch.rand(len(chosen)) < chance]
             selected[row, torch.randperm(top_k)[: len(chosen)]] = chosen
         return selected
@@ -83,15 +89,15 @@ def same_bits(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> bool:
 
 
 @settings(max_examples=40)
-@given(sequences(9, 700), SHAPES, DTYPES, st.integers(0, 99))
-def test_dense_rows_equal_the_reference(shapes, shape, dtype, seed) -> None:
-    Case(shapes, shape, dtype, seed).check(None)
+@given(sequences(9, 700), SHAPES, DTYPES, SHARDS, st.integers(0, 99))
+def test_dense_rows_equal_the_reference(shapes, shape, dtype, shard, seed) -> None:
+    Case(shapes, shape, dtype, seed, shard).check(None)
 
 
 @settings(max_examples=40)
-@given(sequences(5, 700), SHAPES, DTYPES, st.sampled_from(EDGES), st.floats(0, 1), st.integers(0, 99))
-def test_selected_rows_equal_the_reference(shapes, shape, dtype, top_k, chance, seed) -> None:
-    case = Case(shapes, shape, dtype, seed)
+@given(sequences(5, 700), SHAPES, DTYPES, SHARDS, st.sampled_from(EDGES), st.floats(0, 1), st.integers(0, 99))
+def test_selected_rows_equal_the_reference(shapes, shape, dtype, shard, top_k, chance, seed) -> None:
+    case = Case(shapes, shape, dtype, seed, shard)
     case.check(case.select(top_k, chance))
 
 
@@ -159,6 +165,15 @@ def test_a_row_the_indexer_could_not_judge_becomes_nan_and_no_other(context) -> 
     assert out[1].isnan().all() and lse[1].isnan().all()
     assert (out[2] == 0).all() and (lse[2] == -torch.inf).all()
     assert torch.equal(out[[0, 3]], clean[0][[0, 3]]) and torch.equal(lse[[0, 3]], clean[1][[0, 3]])
+
+
+@pytest.mark.parametrize("shapes", [[(5, 0)], [(130, 0)], [(1, 2)], [(2, 2600), (1, 0)]])
+def test_rows_that_see_none_of_a_shard_give_zeros_beside_rows_that_see_some(shapes) -> None:
+    case = Case(shapes, (3, 36, 10), torch.bfloat16, 8, Shard(1, 2, 3))
+    out, lse = case.run(None)
+    blind = case.batch().row_visible == 0
+    assert blind.any() and (out[blind] == 0).all() and (lse[blind] == -torch.inf).all()
+    case.check(None)
 
 
 @pytest.mark.parametrize("sparse", [False, True])

@@ -1,7 +1,7 @@
 """Native twins of index_select, index_candidates and merge_candidates.
 
-Candidates carry the score without its factor 1 / sqrt(Di), as the kernels compute it: it changes no order, and all
-ranks leave it out.
+Candidates carry the score without its factor 1 / sqrt(Di), as the kernels compute it: it changes no order,
+and all ranks leave it out.
 """
 
 from __future__ import annotations

@@ -50,8 +50,11 @@ def _build_weights(weights: KdaWeights) -> Any:
 
 def _build_memory(view: KdaView) -> Any:
     state, window = view.state, view.conv
-    for tensor in (state, window):
-        assert tensor.stride(-1) == 1 or tensor.shape[-1] <= 1, "values of a state must be contiguous"
-    return extension().KdaMemory(
-        state.data_ptr(), *state.stride()[:3], window.data_ptr(), *window.stride()[:2]
-    )
+    slot, head, key, value = state.stride()
+    if state.shape[-1] > 1 and 1 not in (key, value):
+        raise ValueError(
+            f"the state of a slot has strides {state.stride()[1:]} for head, key and value: "
+            "keys or values must lie side by side"
+        )
+    strides = (slot, head, key, value) if state.shape[-1] > 1 else (slot, head, 1, 1)
+    return extension().KdaMemory(state.data_ptr(), *strides, window.data_ptr(), *window.stride())

@@ -1,4 +1,4 @@
-"""Native twins of routed_experts, route_experts, mix_experts and moe_output. Experts are handed over when first hit."""
+"""Native twins of the operators of `ops/moe.py`. Experts are handed over when first hit."""
 
 from __future__ import annotations
 
