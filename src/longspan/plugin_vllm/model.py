@@ -34,7 +34,9 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         config = published_config(vllm_config)
         self._names = [f"{prefix}layers.{layer}.attention" for layer in range(config.num_layers)]
         self.caches = nn.ModuleList(
-            MlaCache(config, self._dtype) if config.is_full_attention(layer) else KdaCache(config, self._dtype)
+            MlaCache(config, self._dtype)
+            if config.is_full_attention(layer)
+            else KdaCache(config, self._dtype)
             for layer in range(config.num_layers)
         )
         context = vllm_config.compilation_config.static_forward_context

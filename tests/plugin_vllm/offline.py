@@ -1,0 +1,51 @@
+"""Answers of vLLM's `LLM` with our model, in a process of its own: what it keeps is global, and ranks differ.
+
+    python -m plugin_vllm.offline JOB.json ANSWERS.json
+
+A job is {"checkpoint", "options": keywords of LLM, "rounds": [[prompt, ..], ..], "max_tokens"}; the prompts
+of a round go in together. The answers are {"rounds": [[{"token_ids", "logprobs", "cached"}, ..], ..],
+"preemptions"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from vllm import LLM, SamplingParams
+
+
+def main(job_file: str, answers_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "kv_cache_memory_bytes": 64 << 20,
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = LLM(job["checkpoint"], **(options | job["options"]))
+    params = SamplingParams(
+        temperature=0, max_tokens=job["max_tokens"], logprobs=0, ignore_eos=True, detokenize=False
+    )
+    rounds = [[_answer(o) for o in llm.generate(_prompts(r), params, use_tqdm=False)] for r in job["rounds"]]
+    preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
+    Path(answers_file).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
+
+
+def _prompts(token_ids: list[list[int]]) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": ids} for ids in token_ids]
+
+
+def _answer(output: Any) -> dict[str, Any]:
+    best = output.outputs[0]
+    chosen = [of[token].logprob for token, of in zip(best.token_ids, best.logprobs, strict=True)]
+    return {"token_ids": list(best.token_ids), "logprobs": chosen, "cached": output.num_cached_tokens}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
