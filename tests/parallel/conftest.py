@@ -19,7 +19,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """K3.1 with heads for four ranks, and widths, vocabulary and experts that four ranks can't share evenly."""
+    """K3.1 with heads for four ranks; they can share neither widths, vocabulary nor experts evenly."""
     return write_checkpoint(
         tmp_path_factory.mktemp("parallel") / "k31",
         "k3.1",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.rank_cases import Fork, Script, Split, Trace, run_script, run_split
+from support.random_checkpoint import published_config, write_checkpoint
+from support.rank_cases import Chunks, Fork, Script, Split, Trace, run_script, run_split
 from support.ranks import Ranks
 from torch import Tensor
 
@@ -90,3 +91,84 @@ def test_several_ranks_compute_what_one_does(
     reference = run_script(alone(checkpoint, backend), script, WHOLE)
     assert any(reference.selected)
     check(ranks.run(split.size, run_split, checkpoint, split, [script]), reference)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "split",
+    [Split(replicas=2), Split(replicas=3), Split(tensor=2, replicas=2), Split(2, context=2, replicas=2)],
+    ids=lambda split: f"dp{split.replicas}-tp{split.tensor}-dcp{split.context}",
+)
+def test_replicas_share_experts_whatever_tokens_each_has(
+    split: Split, backend: str, ranks: Ranks, checkpoint: Path
+) -> None:
+    """The tokens of replicas differ in number at each step, and some have none."""
+    split = Split(split.tensor, split.context, split.replicas, backend=backend)
+    a, b = ids(4, 24), ids(5, 12)
+    steps: list[list[Chunks]] = [
+        [{0: a[:17]}, {0: a[17:18], 1: b[:1]}, {}, {0: a[18:24]}],
+        [{}, {0: b[:1]}, {0: b[1:12]}, {}],
+        [{0: b[:3], 1: a[:2]}, {}, {0: b[3:4]}, {1: a[2:7]}],
+    ]
+    scripts = [Script(each, num_seqs=2, max_tokens=24) for each in steps[: split.replicas]]
+    traces = ranks.run(split.size, run_split, checkpoint, split, scripts)
+    for replica, script in enumerate(scripts):
+        reference = run_script(alone(checkpoint, backend), script, WHOLE)
+        check(traces[replica * split.tensor : (replica + 1) * split.tensor], reference)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_a_prefix_of_others_goes_on_as_if_it_were_ones_own(
+    interleave: int, context: int, backend: str, ranks: Ranks, checkpoint: Path
+) -> None:
+    """Three pages on every rank are shared by five sequences, which add 1 to 5 tokens and then one by one."""
+    prefix = 3 * 4 * context
+    split = Split(context, context, interleave=interleave, backend=backend)
+    suffixes = {n: ids(10 + n, n + 2) for n in range(1, 6)}
+    steps: list[Chunks] = [
+        {0: ids(6, prefix)},
+        {n: suffix[:n] for n, suffix in suffixes.items()},
+        *({n: suffix[n + i : n + i + 1] for n, suffix in suffixes.items()} for i in range(2)),
+    ]
+    forks = [Fork(1, 0, n) for n in suffixes]
+    script = Script(steps, num_seqs=6, max_tokens=prefix + 7, forks=forks)
+    reference = run_script(alone(checkpoint, backend), script, WHOLE)
+    traces = ranks.run(split.size, run_split, checkpoint, split, [script])
+    check(traces, reference)
+    for n, suffix in suffixes.items():
+        assert sum(len(trace.keys[n][0]) for trace in traces) == prefix + len(suffix)
+        whole = alone(checkpoint, backend).forward(steps[0][0] + suffix)
+        got = torch.cat([traces[0].logits[step][n] for step in range(1, 4)])
+        torch.testing.assert_close(got, whole[prefix:], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["kimi-linear", "k3"])
+def test_other_families_are_split_too(family: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Without q-LoRA, gate, latent or indexer, and with gates of low rank."""
+    values = published_config(family)
+    attention = values.get("text_config", values)["linear_attn_config"] | {"num_heads": 4}
+    path = write_checkpoint(
+        tmp_path / family,
+        family,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        linear_attn_config=attention,
+    )
+    script = chunked_script()
+    reference = run_script(alone(path, "torch"), script, WHOLE)
+    for split in (Split(4), Split(2, context=2, replicas=1), Split(4, context=2, interleave=4)):
+        check(ranks.run(split.size, run_split, path, split, [script]), reference)
+
+
+def test_traffic_of_dcp_is_candidates_and_outputs_as_the_formula_says(ranks: Ranks, checkpoint: Path) -> None:
+    """One sequence of 26 tokens, one by one after 20: 2 layers, top-k 7, 8 heads, latents of 10."""
+    for split in (Split(2, context=2), Split(4, context=2), Split(4, context=4)):
+        a = ids(7, 26)
+        script = Script([{0: a[:20]}, *({0: a[i : i + 1]} for i in range(20, 26))], 1, 26)
+        d = split.context
+        for trace in ranks.run(split.size, run_split, checkpoint, split, [script]):
+            widths = [min(7, -(-20 // d))] * 20 + [min(7, -(-n // d)) for n in range(21, 27)]
+            assert trace.traffic["candidates"] == 2 * sum((d - 1) * w * 8 for w in widths)
+            assert trace.traffic["outputs"] == 2 * 26 * (d - 1) * (8 // split.tensor) * (10 + 1) * 4

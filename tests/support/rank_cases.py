@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from support.batches import Host
+from support.ranks import World
 from torch import Tensor
 
 from longspan.config import load_config
@@ -23,8 +25,6 @@ from longspan.parallel.group import ALONE
 from longspan.parallel.layout import Layout
 from longspan.parallel.operators import parallel_operators
 from longspan.parallel.sharding import local_weights
-from support.batches import Host
-from support.ranks import World
 
 Chunks = dict[int, list[int]]  # tokens that a step feeds to each sequence
 

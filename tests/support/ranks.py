@@ -19,18 +19,19 @@ from longspan.parallel.group import ALONE, Group
 from longspan.parallel.traffic import Traffic
 
 SIZE = 4
-TIMEOUT = 60  # seconds
-# All groups that a test may ask for: ranks must make them together.
+TIMEOUT = timedelta(seconds=60)
+# All groups that a test may ask for, as far as there are ranks: these must make them together.
 MEMBERS = ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2), (0, 1, 2, 3))
 
 
 class World:
     """What a function that runs on a rank is given first."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
         self.traffic = Traffic()
-        self._groups = {members: dist.new_group(list(members)) for members in MEMBERS}
+        size = dist.get_world_size()
+        self._groups = {members: dist.new_group(list(members)) for members in MEMBERS if max(members) < size}
 
     def group(self, *members: int) -> Group:
         """The group of these ranks, of which this is one."""
@@ -41,15 +42,17 @@ class World:
 
 
 class Ranks:
-    """`SIZE` processes. Each holds its `World` and waits for functions."""
+    """`size` processes. Each holds its `World` and waits for functions."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, size: int = SIZE) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self.processes = []
-        for rank in range(SIZE):
+        for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, there, directory / "store"), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, there, directory / "store"), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -57,14 +60,21 @@ class Ranks:
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(world, *args) on the first `size` ranks -> what each returned. Raises the first error."""
-        for pipe in self._pipes[:size]:
-            pipe.send((function, args))
+        for rank in range(size):
+            self.start(rank, function, *args)
         answers = [pipe.recv() for pipe in self._pipes[:size]]
-        for value, error in answers:
-            if error:
-                raise AssertionError(error)
-            del value
+        for _, error in answers:
+            assert error is None, error
         return [value for value, _ in answers]
+
+    def start(self, rank: int, function: Callable[..., Any], *args: Any) -> None:
+        self._pipes[rank].send((function, args))
+
+    def result(self, rank: int) -> Any:
+        """What the function that was started there returned."""
+        value, error = self._pipes[rank].recv()
+        assert error is None, error
+        return value
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -75,17 +85,13 @@ class Ranks:
             process.kill()
 
 
-def _serve(rank: int, pipe: Connection, store: Path) -> None:
+def _serve(rank: int, size: int, pipe: Connection, store: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=SIZE,
-        timeout=timedelta(seconds=TIMEOUT),
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
     )
-    world = World(rank)
+    world = World()
     with suppress(EOFError):
         while task := pipe.recv():
             function, args = task
@@ -95,4 +101,3 @@ def _serve(rank: int, pipe: Connection, store: Path) -> None:
             except Exception:
                 answer = (None, f"rank {rank}:\n{traceback.format_exc()}")
             pipe.send(answer)
-    dist.destroy_process_group()

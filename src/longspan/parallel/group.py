@@ -118,8 +118,9 @@ class Group:
         try:
             yield
         except RuntimeError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
             raise PeerError(
-                f"{name} of {what} failed on rank {self.rank} of {self.size}: {str(error).splitlines()[0]}.",
+                f"{name} of {what} failed on rank {self.rank} of {self.size}: {reason}.",
                 remedy="A rank has died or hangs: see its log, then start all of them again.",
             ) from error
 
