@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from support.cluster_cases import NEW_TOKENS, Answer, write_small_k31
 
 TESTS = Path(__file__).parents[1]

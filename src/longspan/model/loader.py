@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from longspan.config import load_config
+from longspan.config import ModelConfig, load_config
 from longspan.errors import ConfigError
 from longspan.formats.check import require_text_model
 from longspan.formats.safetensors import open_checkpoint
 from longspan.model.decoder import Decoder
-from longspan.model.weights import RenamedCheckpoint, build_weights
+from longspan.model.weights import RenamedCheckpoint, TensorSource, build_weights
 from longspan.ops.backend import select_backend
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -26,15 +26,21 @@ def load_model(
     Names, shapes and dtypes of all tensors are checked from the headers; the bytes of an expert are read when
     it is first hit. Raises ConfigError for config.json, dtype or backend, CheckpointError for the weights.
     """
-    compute = _dtype(dtype)
+    compute = compute_dtype(dtype)
     ops = select_backend(backend)
-    config = load_config(Path(path))
-    checkpoint = open_checkpoint(Path(path))
-    source = RenamedCheckpoint(checkpoint, require_text_model(config, checkpoint))
+    config, source = open_model(path)
     return Decoder(config, build_weights(source, config, compute), ops, compute)
 
 
-def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+def open_model(path: str | os.PathLike[str]) -> tuple[ModelConfig, TensorSource]:
+    """What the directory `path` holds, its tensors checked against config.json, none of them read yet."""
+    config = load_config(Path(path))
+    checkpoint = open_checkpoint(Path(path))
+    return config, RenamedCheckpoint(checkpoint, require_text_model(config, checkpoint))
+
+
+def compute_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype that the operators compute in. ConfigError for others."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise ConfigError(f"dtype is {name!r}.", remedy=f"Legal: {', '.join(map(repr, DTYPES))}.")

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
 from longspan.config import ModelConfig, load_config
 from longspan.errors import ConfigError
 from longspan.memory.layout import allocate_views
-from longspan.model.loader import load_model
+from longspan.ops.backend import select_backend
 from longspan.ops.batch import LayerView, StepBatch
+from longspan.parallel.loader import load_share
 from longspan.plugin_vllm.caches import KdaCache, MlaCache, state_dtypes, state_shapes
 from longspan.plugin_vllm.metadata import NO_TOKENS, GroupStep
-
-logger = init_logger(__name__)
+from longspan.plugin_vllm.ranks import make_layout, use_bound_cpus
 
 
 class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
@@ -31,7 +31,8 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         super().__init__()
         self._vllm_config = vllm_config
         self._dtype = vllm_config.model_config.dtype
-        config = published_config(vllm_config)
+        self.layout = make_layout(published_config(vllm_config), vllm_config)
+        config = self.layout.local_config
         self._names = [f"{prefix}layers.{layer}.attention" for layer in range(config.num_layers)]
         self.caches = nn.ModuleList(
             MlaCache(config, self._dtype)
@@ -51,10 +52,11 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
             raise ConfigError(
                 f"{path} is not a directory.", remedy="Download the checkpoint and give its directory."
             )
-        self._decoder = load_model(path, self._dtype)
+        use_bound_cpus(select_backend())
+        self._decoder = load_share(path, self.layout, self._dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self._decoder.ops.embed(input_ids, self._decoder.weights.embed)
+        return self._decoder.ops.embed(input_ids.long(), self._decoder.weights.embed)
 
     def forward(
         self,
@@ -94,7 +96,9 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig):
-        return state_shapes(published_config(vllm_config))
+        config = published_config(vllm_config)
+        heads = config.kda.num_heads // vllm_config.parallel_config.tensor_parallel_size
+        return state_shapes(replace(config, kda=replace(config.kda, num_heads=heads)))
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig):
