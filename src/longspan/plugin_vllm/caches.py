@@ -1,4 +1,4 @@
-"""The memory of one layer as vLLM allocates it: what it must be told, and our view on the bytes it hands back.
+"""The memory of one layer as vLLM allocates it: what it is told, and our view on the bytes it hands back.
 
 vLLM finds caches as modules under a name in its static forward context; they compute nothing. Its blocks are
 side by side, layer after layer (layout BLNHC), so pages of any size share a block without padding:
@@ -28,8 +28,7 @@ from longspan.plugin_vllm.metadata import KdaBackend, MlaBackend
 
 
 class MlaCache(nn.Module, AttentionLayerBase):
-    """Latents and index keys of one layer. Every rank of a tensor-parallel group holds all of them, or with DCP
-    a share of the tokens."""
+    """Latents and index keys of one layer, of all tokens on every tensor rank, or with DCP of a share."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -55,16 +55,11 @@ class GroupStep:
         )
 
 
-NO_TOKENS = StepBatch(
-    token_ids=torch.empty(0, dtype=torch.int64),
-    query_starts=torch.zeros(1, dtype=torch.int64),
-    context_lens=torch.empty(0, dtype=torch.int64),
-    block_tables=torch.empty(0, 0, dtype=torch.int64),
-    slot_mapping=torch.empty(0, dtype=torch.int64),
-    state_slots=torch.empty(0, dtype=torch.int64),
-    logit_rows=torch.empty(0, dtype=torch.int64),
-)
-"""The step of a rank that has nothing to do while others have."""
+def no_tokens(shard: Shard) -> StepBatch:
+    """The step of a rank that has nothing to do while others have."""
+    none = torch.empty(0, dtype=torch.int64)
+    step = GroupStep(torch.zeros(1, dtype=torch.int64), none, none.view(0, 0), none, none, shard)
+    return step.batch(none)
 
 
 class _Builder(AttentionMetadataBuilder[GroupStep]):

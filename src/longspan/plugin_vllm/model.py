@@ -20,7 +20,7 @@ from longspan.ops.backend import select_backend
 from longspan.ops.batch import LayerView, StepBatch
 from longspan.parallel.loader import load_share
 from longspan.plugin_vllm.caches import KdaCache, MlaCache, state_dtypes, state_shapes
-from longspan.plugin_vllm.metadata import NO_TOKENS, GroupStep
+from longspan.plugin_vllm.metadata import GroupStep, no_tokens
 from longspan.plugin_vllm.ranks import make_layout, use_bound_cpus
 
 
@@ -43,6 +43,7 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         context = vllm_config.compilation_config.static_forward_context
         for name, cache in zip(self._names, self.caches, strict=True):
             context[name] = cache
+        self._idle_batch = no_tokens(self.layout.shard)
         self._idle_views = allocate_views(config, 0, 1, 0, self._dtype)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -79,7 +80,7 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         """
         steps = get_forward_context().attn_metadata
         if not steps:
-            return [NO_TOKENS] * len(self.caches), list(self._idle_views), 0
+            return [self._idle_batch] * len(self.caches), list(self._idle_views), 0
         batches: dict[int, StepBatch] = {}
         per_layer = []
         for name in self._names:

@@ -64,7 +64,7 @@ def compute_slots(
     PAD_ID: int = -1,
     BLOCK_SIZE: int = 1024,
 ) -> None:
-    """Fills slot_mapping: block * block size + offset of each token that this rank holds, PAD_ID for others."""
+    """Fills slot_mapping: block * block size + offset of each token that is here, PAD_ID for others."""
     shard = Shard(TOTAL_CP_RANK, TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE)
     positions = positions[:num_tokens]
     starts = query_start_loc.long()

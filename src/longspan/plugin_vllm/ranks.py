@@ -21,7 +21,7 @@ BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
 def make_layout(config: ModelConfig, vllm_config: VllmConfig) -> Layout:
     """The groups of this worker. Raises ConfigError for sizes that the model can't be dealt to.
 
-    Experts are dealt over the tensor group; with --enable-expert-parallel and several replicas over all of them.
+    Experts are dealt over the tensor group, or with --enable-expert-parallel over those of all replicas.
     """
     parallel = vllm_config.parallel_config
     traffic = Traffic()
