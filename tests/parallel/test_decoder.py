@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from support.ranks import Ranks
 from torch import Tensor
 
 import longspan
+from longspan.formats.safetensors import open_checkpoint, save_checkpoint
 from longspan.ops.backend import backends
 from longspan.ops.shard import WHOLE
 
@@ -86,7 +89,7 @@ def rows(selected: Tensor) -> list[list[int]]:
 def test_several_ranks_compute_what_one_does(
     split: Split, backend: str, ranks: Ranks, checkpoint: Path
 ) -> None:
-    split = Split(split.tensor, split.context, interleave=split.interleave, backend=backend)
+    split = replace(split, backend=backend)
     script = chunked_script()
     reference = run_script(alone(checkpoint, backend), script, WHOLE)
     assert any(reference.selected)
@@ -103,7 +106,7 @@ def test_replicas_share_experts_whatever_tokens_each_has(
     split: Split, backend: str, ranks: Ranks, checkpoint: Path
 ) -> None:
     """The tokens of replicas differ in number at each step, and some have none."""
-    split = Split(split.tensor, split.context, split.replicas, backend=backend)
+    split = replace(split, backend=backend)
     a, b = ids(4, 24), ids(5, 12)
     steps: list[list[Chunks]] = [
         [{0: a[:17]}, {0: a[17:18], 1: b[:1]}, {}, {0: a[18:24]}],
@@ -160,6 +163,46 @@ def test_other_families_are_split_too(family: str, ranks: Ranks, tmp_path: Path)
     reference = run_script(alone(path, "torch"), script, WHOLE)
     for split in (Split(4), Split(2, context=2, replicas=1), Split(4, context=2, interleave=4)):
         check(ranks.run(split.size, run_split, path, split, [script]), reference)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("split", [Split(4, context=4), Split(2, context=2, replicas=2)], ids=["tp4", "dp2"])
+def test_nan_of_a_sequence_is_seen_on_every_rank_and_in_no_other_sequence(
+    split: Split, backend: str, ranks: Ranks, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The embedding of token 60 is NaN, and so is its index key, which lies on one rank."""
+    whole = open_checkpoint(checkpoint)
+    tensors = {name: whole.tensor(name) for name in whole}
+    name = "language_model.model.embed_tokens.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][60] = torch.nan
+    save_checkpoint(tensors, tmp_path)
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    split = replace(split, backend=backend)
+    clean, broken = [i % 60 for i in ids(12, 16)], [i % 60 for i in ids(13, 16)]
+    broken[9] = 60
+    script = Script([{0: clean[:12], 1: broken[:12]}, {1: broken[12:], 0: clean[12:]}], 2, 16)
+    reference = run_script(longspan.load_model(tmp_path, "float32", backend), script, WHOLE)
+    assert torch.cat([step[1] for step in reference.logits])[9:].isnan().all()
+    for trace in ranks.run(split.size, run_split, tmp_path, split, [script] * split.replicas):
+        for got, want in zip(trace.logits, reference.logits, strict=True):
+            assert not got[0].isnan().any()
+            for seq in (0, 1):
+                torch.testing.assert_close(got[seq], want[seq], atol=TOLERANCE, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bfloat16_ranks_stay_near_one_bfloat16_process(backend: str, ranks: Ranks, checkpoint: Path) -> None:
+    """Rounding of partial sums may flip a choice, but not for most rows."""
+    model = longspan.load_model(checkpoint, dtype="bfloat16", backend=backend)
+    a, b = ids(8, 12), ids(9, 7)
+    scripts = [Script([{0: a}], 1, 12), Script([{0: b}], 1, 12)]
+    split = Split(2, context=2, replicas=2, backend=backend, dtype=torch.bfloat16)
+    traces = ranks.run(4, run_split, checkpoint, split, scripts)
+    for trace, prompt in zip(traces[::2], (a, b), strict=True):
+        want = model.forward(prompt)
+        error = (trace.logits[0][0] - want).square().mean(-1).sqrt() / want.square().mean(-1).sqrt()
+        assert error.median() < 0.1
 
 
 def test_traffic_of_dcp_is_candidates_and_outputs_as_the_formula_says(ranks: Ranks, checkpoint: Path) -> None:

@@ -38,6 +38,7 @@ class Split:
     replicas: int = 1
     interleave: int = 1
     backend: str = "torch"
+    dtype: torch.dtype = torch.float32
 
     @property
     def size(self) -> int:
@@ -83,19 +84,19 @@ class Script:
     forks: list[Fork] = field(default_factory=list)
 
 
-def local_decoder(path: Path, layout: Layout, backend: str) -> Decoder:
+def local_decoder(path: Path, layout: Layout, backend: str, dtype: torch.dtype) -> Decoder:
     checkpoint = open_checkpoint(path)
     source = RenamedCheckpoint(checkpoint, require_text_model(layout.config, checkpoint))
-    weights = local_weights(source, layout, torch.float32)
+    weights = local_weights(source, layout, dtype)
     ops = parallel_operators(select_backend(backend), layout)
-    return Decoder(layout.local_config, weights, ops, torch.float32)
+    return Decoder(layout.local_config, weights, ops, dtype)
 
 
 def run_split(world: World, path: Path, split: Split, scripts: Sequence[Script]) -> Trace:
     layout = split.layout(world, path)
     script = scripts[world.rank // split.tensor]
     layout.check_page_size(script.page_size)
-    trace = run_script(local_decoder(path, layout, split.backend), script, layout.shard)
+    trace = run_script(local_decoder(path, layout, split.backend, split.dtype), script, layout.shard)
     return trace._replace(traffic=dict(world.traffic.nbytes))
 
 
