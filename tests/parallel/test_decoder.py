@@ -213,5 +213,6 @@ def test_traffic_of_dcp_is_candidates_and_outputs_as_the_formula_says(ranks: Ran
         d = split.context
         for trace in ranks.run(split.size, run_split, checkpoint, split, [script]):
             widths = [min(7, -(-20 // d))] * 20 + [min(7, -(-n // d)) for n in range(21, 27)]
-            assert trace.traffic["candidates"] == 2 * sum((d - 1) * w * 8 for w in widths)
-            assert trace.traffic["outputs"] == 2 * 26 * (d - 1) * (8 // split.tensor) * (10 + 1) * 4
+            assert trace.traffic.nbytes["candidates"] == 2 * sum((d - 1) * w * 8 for w in widths)
+            assert trace.traffic.nbytes["outputs"] == 2 * 26 * (d - 1) * (8 // split.tensor) * (10 + 1) * 4
+            assert trace.traffic.rows["candidates"] == trace.traffic.rows["outputs"] == 2 * 26

@@ -84,9 +84,10 @@ def test_a_rank_alone_sends_nothing() -> None:
 
 def test_the_report_of_traffic_says_bytes_for_each_token_and_layer() -> None:
     traffic = Traffic()
-    traffic.add("candidates", 4096, 2)
-    traffic.add("candidates", 0, 2)
-    traffic.add("outputs", 10, 3)
+    traffic.add("candidates", 4096)
+    traffic.serve("candidates", 4)
+    traffic.add("outputs", 10)
+    traffic.serve("outputs", 3)
     lines = str(traffic).splitlines()
     assert [line.split() for line in lines[1:]] == [
         ["candidates", "4,096", "4", "1,024.0"],

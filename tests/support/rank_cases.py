@@ -25,6 +25,7 @@ from longspan.parallel.group import ALONE
 from longspan.parallel.layout import Layout
 from longspan.parallel.operators import parallel_operators
 from longspan.parallel.sharding import local_weights
+from longspan.parallel.traffic import Traffic
 
 Chunks = dict[int, list[int]]  # tokens that a step feeds to each sequence
 
@@ -70,7 +71,7 @@ class Trace(NamedTuple):
     logits: list[dict[int, Tensor]]  # of each step, by sequence
     selected: list[list[Tensor]]  # of each step, full-attention layer by layer: [T, k] positions, -1: none
     keys: list[list[Tensor]]  # index keys of each sequence, layer by layer, [tokens that are here, dim]
-    traffic: dict[str, int]
+    traffic: Traffic
 
 
 @dataclass
@@ -97,7 +98,7 @@ def run_split(world: World, path: Path, split: Split, scripts: Sequence[Script])
     script = scripts[world.rank // split.tensor]
     layout.check_page_size(script.page_size)
     trace = run_script(local_decoder(path, layout, split.backend, split.dtype), script, layout.shard)
-    return trace._replace(traffic=dict(world.traffic.nbytes))
+    return trace._replace(traffic=world.traffic)
 
 
 def run_script(model: Decoder, script: Script, shard: Shard) -> Trace:
@@ -115,7 +116,7 @@ def run_script(model: Decoder, script: Script, shard: Shard) -> Trace:
 
         logits.append(host.step(chunks, observe))
         selected.append(chosen)
-    return Trace(shard, logits, selected, [_keys(host, s) for s in range(script.num_seqs)], {})
+    return Trace(shard, logits, selected, [_keys(host, s) for s in range(script.num_seqs)], Traffic())
 
 
 def _fork(host: Host, fork: Fork) -> None:

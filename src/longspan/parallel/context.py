@@ -40,6 +40,7 @@ class ContextParallel:
         """As that of `ops` -> [T, w] local indices of the chosen tokens that are here."""
         self._check(batch)
         candidates = self.ops.index_candidates(query, weight, view, batch, top_k)
+        self.layout.context.traffic.serve("candidates", batch.num_tokens)
         everyone = self.layout.context.all_gather(candidates, "candidates")
         return self.ops.merge_candidates(everyone, batch.shard, top_k)
 
@@ -56,6 +57,7 @@ class ContextParallel:
         self._check(batch)
         group, own = self.layout.context, self.layout.own_heads
         out, lse = self.ops.sparse_attention(query, view, batch, selected, rank, scale)
+        group.traffic.serve("outputs", batch.num_tokens)
         parts = pack_partial(out, lse, group.size)
         out, lse = out[:, own].contiguous(), lse[:, own].contiguous()
         group.exchange(parts, lambda part: merge_partial(out, lse, part), "outputs")

@@ -35,6 +35,7 @@ class ExpertParallel:
 
     def routed_experts(self, x: Tensor, weights: MoeWeights) -> Tensor:
         """x [T, hidden], the same on all tensor ranks -> [T, in], so too."""
+        self.layout.expert.traffic.serve("experts", x.shape[0])
         if self.layout.expert is self.layout.tensor:
             return self._in_place(x, weights)
         tensor = self.layout.tensor
@@ -82,7 +83,6 @@ class ExpertParallel:
         out = torch.zeros(z.shape)
         for part, rows_of in zip(mixed.split(sent), token.split(sent), strict=True):
             out[rows_of] += part  # a rank answers once for a token
-        group.traffic.add("experts", 0, x.shape[0])
         return out
 
 

@@ -52,7 +52,7 @@ class Group:
                 x = self._all_reduce(x)
             else:
                 dist.all_reduce(x, group=self._process_group)
-        self.traffic.add(kind, 2 * (self.size - 1) * x.nbytes // self.size, x.shape[0])
+        self.traffic.add(kind, 2 * (self.size - 1) * x.nbytes // self.size)
         return x
 
     def all_gather(self, x: Tensor, kind: Kind) -> Tensor:
@@ -62,7 +62,7 @@ class Group:
         out = x.new_empty(self.size, *x.shape)
         with self._collective("all_gather", kind):
             dist.all_gather_single(out.flatten(0, 1), x.contiguous(), group=self._process_group)
-        self.traffic.add(kind, (self.size - 1) * x.nbytes, x.shape[0])
+        self.traffic.add(kind, (self.size - 1) * x.nbytes)
         return out
 
     def counts(self, sent: Sequence[int]) -> list[int]:
@@ -84,7 +84,7 @@ class Group:
             dist.all_to_all_single(
                 out, rows.contiguous(), list(received), list(sent), group=self._process_group
             )
-        self.traffic.add(kind, out[received[self.rank] :].nbytes, 0)
+        self.traffic.add(kind, out[received[self.rank] :].nbytes)
         return out
 
     def exchange(self, parts: Tensor, arrived: Callable[[Tensor], None], kind: Kind) -> None:
@@ -111,7 +111,7 @@ class Group:
         with self._collective("exchange", kind):
             for work in sending:
                 _wait(work)
-        self.traffic.add(kind, len(around) * parts[0].nbytes, parts.shape[1])
+        self.traffic.add(kind, len(around) * parts[0].nbytes)
 
     @contextmanager
     def _collective(self, name: str, what: str) -> Iterator[None]:

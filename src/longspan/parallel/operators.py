@@ -100,8 +100,10 @@ class TensorParallel:
         missing = -(-vocabulary // size) - logits.shape[1]
         if missing:
             logits = torch.nn.functional.pad(logits, (0, missing))
+        self.layout.tensor.traffic.serve("logits", x.shape[0])
         everyone = self.layout.tensor.all_gather(logits, "logits")
         return everyone.transpose(0, 1).flatten(1)[:, :vocabulary].contiguous()
 
     def _sum(self, x: Tensor, kind: Kind = "sums") -> Tensor:
+        self.layout.tensor.traffic.serve(kind, x.shape[0])
         return self.layout.tensor.all_reduce(x, kind)

@@ -7,8 +7,8 @@
     candidates   (score, position) pairs of the sparse indexer
     outputs      partial attention outputs with their log-sum-exp
 
-Each collective also says how many rows (tokens of one layer) it served, so bytes per token and layer is one
-division. Bytes a host's own all-reduce moves are counted as a ring's.
+Groups count bytes; operators count the rows (tokens of one layer) that they were for, so bytes per token and
+layer is one division. Bytes that a host's own all-reduce moves are counted as a ring's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class Traffic:
     nbytes: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     rows: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
-    def add(self, kind: Kind, nbytes: int, rows: int) -> None:
+    def add(self, kind: Kind, nbytes: int) -> None:
         self.nbytes[kind] += nbytes
+
+    def serve(self, kind: Kind, rows: int) -> None:
+        """What was or will be added is for `rows` more."""
         self.rows[kind] += rows
 
     def per_row(self, kind: Kind) -> float:
