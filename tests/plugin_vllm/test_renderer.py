@@ -124,6 +124,7 @@ def front(config: VllmConfig) -> OnlineRenderer:
         enable_auto_tools=True,
         tool_parser="longspan",
         reasoning_parser="longspan",
+        default_chat_template_kwargs={"cohere_format": "cmd4"},  # as its server does
     )
 
 

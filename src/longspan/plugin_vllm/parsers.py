@@ -67,7 +67,10 @@ class LongspanReasoningParser(ReasoningParser):
     # What vLLM's engine asks, which waits with constraints until the thinking is over.
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
-        """Whether the newest tag that says where we are says: no longer in the think channel."""
+        """Whether the newest tag that says where we are says: not in the think channel.
+
+        Without any such tag the text is no chat, and nothing in it is reasoning.
+        """
         end = len(input_ids)
         while (tag := self._tag_before(input_ids, end)) is not None:
             end, kind, name = tag
@@ -75,7 +78,7 @@ class LongspanReasoningParser(ReasoningParser):
                 return False
             if (kind, name) in _END_OF_THINKING:
                 return True
-        return False
+        return True
 
     def is_reasoning_end_streaming(self, input_ids: Sequence[int], delta_ids: Iterable[int]) -> bool:
         return self._base.special_id(SEP) in delta_ids and self.is_reasoning_end(input_ids)
@@ -112,7 +115,10 @@ class LongspanReasoningParser(ReasoningParser):
         if not self._began_thinking:
             return None, model_output
         events, rest = self._thinking.push(model_output)
-        message = _message(events + self._thinking.finish())
+        if rest is None:
+            events += self._thinking.finish()
+            rest = self._thinking.cut_tag
+        message = _message(events)
         return (message.reasoning if message else None), rest
 
     def extract_reasoning_streaming(
@@ -234,6 +240,7 @@ class _Thinking:
         self._parser = ReplyParser(tokenizer, thinking=True)
         self._held = ""  # maybe the start of a marker
         self._tag = ""  # the tag that has begun
+        self.cut_tag: str | None = None  # what `finish` read as the end of the channel
 
     @property
     def over(self) -> bool:
@@ -247,11 +254,11 @@ class _Thinking:
         events: list[Event] = []
         pieces = [piece for piece in _MARKERS.split(text[:keep]) if piece]
         for i, piece in enumerate(pieces):
-            events += self._parser.push_text(piece)
+            new = [e for e in self._parser.push_text(piece) if isinstance(e, ReasoningDelta)]
+            events += new
             if self.over:
-                return [e for e in events if isinstance(e, ReasoningDelta)], "".join(
-                    [self._tag, *pieces[i:], self._held]
-                )
+                tag = "" if new else self._tag  # a tag that turned out to be text has been read
+                return events, "".join([tag, *pieces[i:], self._held])
             if piece in (OPEN, CLOSE):
                 self._tag = piece
             elif self._tag:
@@ -259,10 +266,13 @@ class _Thinking:
         return events, None
 
     def finish(self) -> list[Event]:
-        """What was held back, where the reply is cut off in the channel."""
+        """What was held back, where the reply is cut off in the channel, or in the tag that would end it."""
         if self.over:
             return []
-        return self._parser.push_text(self._held) + self._parser.finish()
+        events = self._parser.push_text(self._held) + self._parser.finish()
+        if not all(isinstance(event, ReasoningDelta) for event in events):
+            self.cut_tag = self._tag + self._held
+        return events
 
 
 def _base(tokenizer: Any) -> Tokenizer:

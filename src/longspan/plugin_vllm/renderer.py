@@ -17,6 +17,7 @@ from vllm.renderers.inputs.preprocess import parse_dec_only_prompt
 from vllm.utils.async_utils import make_async
 
 from longspan.errors import LongspanError, RequestError
+from longspan.plugin_vllm.policy import TEMPLATE_FIELDS
 from longspan.plugin_vllm.tokenizer import LongspanTokenizer
 
 _DEFAULTED = ("description", "parameters")
@@ -43,6 +44,8 @@ class LongspanRenderer(BaseRenderer[LongspanTokenizer]):
         if params.chat_template is not None:
             raise VLLMValidationError("Kimi K3's chats follow no template.", parameter="chat_template")
         options = params.get_apply_chat_template_kwargs()
+        for name in TEMPLATE_FIELDS:
+            options.pop(name, None)
         options["tools"] = [_as_written(tool) for tool in options.get("tools") or ()] or None
         options["tool_choice"] = _plain(params.tool_choice)
         options["response_format"] = _plain(params.response_format)
