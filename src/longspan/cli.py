@@ -124,6 +124,25 @@ has /tokenize and they can be sent (completions of one turn), else words, as man
   longspan info
   LONGSPAN_ISA=avx2 longspan info --json""",
     ),
+    "plan": Command(
+        "Plan a deployment: memory, bytes moved, the split over devices, launch scripts, the go-live list.",
+        "longspan.planning.command",
+        """\
+  longspan plan --hardware atlas-800-a3 --nodes 8 --context 1M --scheme w4a8 --topology 4p4d
+  longspan plan --hardware h200x8 --nodes 4 --topology 2p2d --output k31 \\
+      --hosts 10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4
+  longspan plan /data/kimi-linear --hardware epyc-2s --context 128K --json
+  longspan plan --check k31/sglang http://10.0.0.1:8100 http://10.0.0.3:8200 --accuracy eval.json
+
+what is planned:
+  weights, caches and activations of each device; how many sequences of the whole context fit; the bytes that
+  a decoded token moves through memory and network; the split (TP, DP, EP, DCP) that decodes fastest among
+  those that fit, and why; scripts for every engine of the hardware, and routers.
+
+Facts about hardware, with their sources, are in the package (planning/hardware.toml); those that nobody has
+published are called assumed. A TOML file of the same form describes your own. Nothing is started, nothing
+is measured.""",
+    ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",
         "longspan.evaluation",

@@ -35,9 +35,13 @@ def test_help_of_a_command_shows_options_and_examples(
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     shown = capsys.readouterr().out
-    example = {"make-checkpoint": " /tmp/mini", "info": "", "top": "", "bench serve": " http://127"}.get(
-        command, " models/k31-tiny"
-    )
+    example = {
+        "make-checkpoint": " /tmp/mini",
+        "info": "",
+        "top": "",
+        "bench serve": " http://127",
+        "plan": " -",
+    }.get(command, " models/k31-tiny")
     assert f"\n  longspan {command}{example}" in shown
     assert shown.count("\n  -") > 1
 

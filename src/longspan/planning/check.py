@@ -1,0 +1,369 @@
+"""The go-live list: what must be so before a deployment takes traffic.
+
+Of a directory of launch scripts: weights for the hardware, roles and addresses, DCP for long contexts, prefix
+cache and chunked prefill, an accuracy report. Of a running server: health, its model and the length it takes,
+metrics. What can't be seen from here is "unknown", with how to find out.
+
+An accuracy report is a JSON object with "passed" (true or false), or with "score" and "baseline" (and
+"tolerance", 0 if left out), or what `longspan eval --json` writes: rows of percentages, each of which must
+reach MIN_EXACT. A perplexity row has none and is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from longspan.errors import ConfigError, LongspanError
+from longspan.planning.engines import load_engine
+from longspan.planning.hardware import bundled
+from longspan.planning.launched import ROLES, Launch, Process, find_launches
+from longspan.planning.plan import LONG_CONTEXT
+from longspan.planning.scripts import PLACEHOLDER_NETWORK
+
+Status = Literal["pass", "fail", "unknown"]
+
+ACCURACY_FILE = "accuracy.json"
+MIN_EXACT = 90.0  # percent of a skill
+_TIMEOUT = 5.0  # seconds
+# One of each: a server that has none of a line's names lacks it.
+_METRICS = (
+    ("vllm:num_requests_running", "sglang:num_running_reqs"),
+    ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"),
+    ("vllm:kv_cache_usage_perc", "sglang:token_usage"),
+    ("vllm:prefix_cache_hits", "sglang:cache_hit_rate"),
+)
+_MOONCAKE_PORTS = range(20000, 36000)  # that it takes for itself on nodes of 16 devices
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One point of the list."""
+
+    where: str
+    point: str
+    status: Status
+    found: str
+    remedy: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        return {key: str(value) for key, value in vars(self).items()}
+
+
+def check_targets(targets: Sequence[str], accuracy: Path | None = None) -> list[Finding]:
+    """All points of all targets, a directory or an address each. Raises ConfigError for neither."""
+    findings: list[Finding] = []
+    launches: list[Launch] = []
+    for target in targets:
+        if "://" in target:
+            continue
+        if not Path(target).is_dir():
+            raise ConfigError(
+                f"{target} is no directory.",
+                remedy="Give one of `plan --output`, or an http:// address.",
+            )
+        launches += find_launches(Path(target))
+    for launch in launches:
+        findings += check_launch(launch, accuracy)
+    context = max((launch.plan["context"] for launch in launches), default=None)
+    urls = [target for target in targets if "://" in target]
+    for url in urls:
+        findings += check_server(url, context)
+    if launches and not urls:
+        findings.append(
+            Finding(
+                "servers",
+                "health and metrics",
+                "unknown",
+                "no address was given",
+                "Start the scripts and give --check their addresses too.",
+            )
+        )
+    if accuracy and not launches:
+        findings.append(_accuracy("accuracy", accuracy))
+    return findings
+
+
+def check_launch(launch: Launch, accuracy: Path | None = None) -> Iterator[Finding]:
+    where = str(launch.directory)
+    yield _weights(where, launch)
+    yield _roles(where, launch)
+    yield _addresses(where, launch)
+    yield _context_parallel(where, launch)
+    yield _prefix_cache(where, launch)
+    yield _chunked_prefill(where, launch)
+    yield _accuracy(where, accuracy or launch.directory / ACCURACY_FILE)
+    if launch.engine == "sglang":
+        dark = _scripts_of(p for p in launch.processes if "--enable-metrics" not in p.flags)
+        yield _judge(where, "metrics", not dark, f"on{dark and ' but in ' + dark}", "Add --enable-metrics.")
+
+
+def _judge(where: str, point: str, good: bool, found: str, remedy: str) -> Finding:
+    return Finding(where, point, "pass" if good else "fail", found, "" if good else remedy)
+
+
+def _scripts_of(processes: Iterable[Process]) -> str:
+    return ", ".join(sorted({process.script for process in processes}))
+
+
+def _weights(where: str, launch: Launch) -> Finding:
+    point = "weights fit the hardware"
+    name, scheme, family = launch.plan["hardware"]["name"], launch.plan["scheme"], launch.plan["family"]
+    hardware = bundled().get(name)
+    if hardware is None:
+        return Finding(
+            where, point, "unknown", f"{name} is not among the known hardware", "Check it with its vendor."
+        )
+    try:
+        hardware.require(family, scheme)
+    except LongspanError as error:
+        return Finding(where, point, "fail", error.message, error.remedy)
+    wanted = _quantization(launch.engine, hardware.kind, scheme)
+    wrong = _scripts_of(p for p in launch.processes if p.value("--quantization") != wanted)
+    if wrong:
+        return Finding(
+            where,
+            point,
+            "fail",
+            f"--quantization of {wrong} is not {wanted or 'left out'}",
+            f"{scheme} on {hardware.title} is {hardware.schemes[scheme] or 'plain bfloat16'}.",
+        )
+    return Finding(where, point, "pass", f"{scheme}: {hardware.schemes[scheme] or 'plain bfloat16'}")
+
+
+def _quantization(engine: str, kind: str, scheme: str) -> str | None:
+    """What the flag must say: only Ascend's engines need to be told."""
+    if kind != "ascend" or scheme not in ("w4a8", "w8a8"):
+        return None
+    return {"vllm-ascend": "ascend", "sglang": "modelslim"}.get(engine)
+
+
+def _roles(where: str, launch: Launch) -> Finding:
+    """As many scripts of each role as nodes, each saying its role, the two sides alike."""
+    faults = []
+    for side in launch.plan["sides"]:
+        role, nodes = side["role"], side["nodes"]
+        scripts = {process.script for process in launch.of_role(role)}
+        if len(scripts) != nodes:
+            faults.append(f"{len(scripts)} {role} scripts for {nodes} nodes")
+    for process in launch.processes:
+        if process.role == "server":
+            continue
+        said = process.value("--disaggregation-mode")
+        if launch.engine != "sglang":
+            kv_role = process.json("--kv-transfer-config").get("kv_role")
+            said = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role or "")
+        if said != process.role:
+            faults.append(f"{process.script} says {said or 'no role'}")
+    for name, flags in {
+        "TP": ("--tensor-parallel-size", "--tp-size"),
+        "DCP": ("--decode-context-parallel-size", "--dcp-size"),
+    }.items():
+        sizes = {role: {p.number(*flags) for p in launch.of_role(role)} for role in ROLES}
+        if any(len(found) > 1 for found in sizes.values()):
+            faults.append(f"{name} differs between nodes of one side")
+        elif name == "DCP" and sizes["prefill"] != sizes["decode"]:
+            faults.append(f"{name} is {sizes['prefill']} and {sizes['decode']}")
+    text = "; ".join(dict.fromkeys(faults)) or launch.plan["topology"]
+    return _judge(where, "roles", not faults, text, "Write the scripts again with `longspan plan --output`.")
+
+
+def _addresses(where: str, launch: Launch) -> Finding:
+    """No placeholders, no port twice, ranks complete, and the routers name every server once."""
+    urls = [url for each in launch.plan["urls"].values() for url in each]
+    faults = []
+    if any(PLACEHOLDER_NETWORK in url for url in urls):
+        faults.append("placeholders for addresses")
+    if len(set(urls)) < len(urls):
+        faults.append("two servers at one address")
+    for role in ROLES:
+        processes = launch.of_role(role)
+        masters = {p.value("--data-parallel-address", "--dist-init-addr") for p in processes}
+        if len(masters) > 1:
+            faults.append(f"{role} nodes meet at {len(masters)} addresses")
+        ranks = sorted(p.number("--data-parallel-rank", "--node-rank", default=-1) for p in processes)
+        if len(processes) > 1 and ranks != list(range(len(processes))):
+            faults.append(f"ranks of {role} are {ranks}")
+        for process in processes:
+            port = process.json("--kv-transfer-config").get("kv_port")
+            if str(port).isdecimal() and int(str(port)) in _MOONCAKE_PORTS:
+                faults.append(f"kv_port {port} of {process.script} is Mooncake's own")
+    for name, text in launch.routers.items():
+        missing = [url for url in urls if not _names(text, url)]
+        if missing:
+            faults.append(f"{name} does not know {', '.join(missing)}")
+    if len(urls) > 1 and not launch.routers:
+        faults.append(f"no router in front of {len(urls)} servers")
+    text = "; ".join(dict.fromkeys(faults)) or f"{len(urls)} servers, {len(launch.routers)} routers"
+    return _judge(where, "addresses", not faults, text, "Write the scripts again with --hosts A,B,...")
+
+
+def _names(text: str, url: str) -> bool:
+    """A router names a whole address, or host and port in separate lists."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return url in text or ("-hosts" in text and host in text.split() and port in text.split())
+
+
+def _context_parallel(where: str, launch: Launch) -> Finding:
+    point, context = "DCP for long contexts", launch.plan["context"]
+    lengths = [p.number("--max-model-len", "--context-length", default=context) for p in launch.processes]
+    longest = max(lengths, default=context)
+    if longest < LONG_CONTEXT:
+        return Finding(where, point, "pass", f"{longest:,} tokens need none")
+    sizes = {p.number("--decode-context-parallel-size", "--dcp-size") for p in launch.processes}
+    if sizes and min(sizes) > 1:
+        return Finding(where, point, "pass", f"DCP {', '.join(map(str, sorted(sizes)))}")
+    why = load_engine(launch.engine).without_sparse_dcp.get(launch.plan["hardware"]["name"], "")
+    return Finding(
+        where,
+        point,
+        "fail",
+        f"off, for {longest:,} tokens" + (f": {why}" if why else ""),
+        "Choose another engine or a shorter context." if why else "Set it to a divisor of TP.",
+    )
+
+
+def _prefix_cache(where: str, launch: Launch) -> Finding:
+    if launch.engine == "sglang":
+        off = [p for p in launch.processes if "--disable-radix-cache" in p.flags]
+        remedy = "Take out --disable-radix-cache."
+    else:
+        off = [
+            p
+            for p in launch.processes
+            if "--enable-prefix-caching" not in p.flags
+            or "--no-enable-prefix-caching" in p.flags
+            or p.value("--mamba-cache-mode") != "align"
+        ]
+        remedy = "Give --enable-prefix-caching and --mamba-cache-mode align."
+    return _judge(where, "prefix cache", not off, f"off in {_scripts_of(off)}" if off else "on", remedy)
+
+
+def _chunked_prefill(where: str, launch: Launch) -> Finding:
+    off = [
+        p
+        for p in launch.processes
+        if "--no-enable-chunked-prefill" in p.flags or p.value("--chunked-prefill-size") == "-1"
+    ]
+    whole = [
+        p
+        for p in launch.processes
+        if p.number("--max-num-batched-tokens", "--chunked-prefill-size") >= launch.plan["context"] > 1
+    ]
+    bad = _scripts_of([*off, *whole])
+    return _judge(
+        where,
+        "chunked prefill",
+        not bad,
+        f"off, or chunks as long as the context, in {bad}" if bad else "on",
+        "Give a chunk shorter than the context, and no --no-enable-chunked-prefill.",
+    )
+
+
+def _accuracy(where: str, file: Path) -> Finding:
+    point = "accuracy regression"
+    remedy = "Compare with the published weights, and give the report with --accuracy."
+    try:
+        report = json.loads(file.read_text())
+    except OSError:
+        return Finding(where, point, "unknown", f"no report at {file}", remedy)
+    except ValueError:
+        return Finding(where, point, "fail", f"{file} is not JSON", remedy)
+    verdict = _verdict(report)
+    if verdict is None:
+        return Finding(
+            where, point, "unknown", f"{file} has neither passed, score and baseline, nor rows", remedy
+        )
+    good, text = verdict
+    return _judge(where, point, good, text, "Find out which weights or kernels lost it before going live.")
+
+
+def _verdict(report: Any) -> tuple[bool, str] | None:
+    """(good, what it says), None if it says nothing that is understood."""
+    if not isinstance(report, dict):
+        return None
+    if isinstance(report.get("passed"), bool):
+        return report["passed"], "passed" if report["passed"] else "not passed"
+    score, baseline, tolerance = report.get("score"), report.get("baseline"), report.get("tolerance", 0)
+    if isinstance(score, int | float) and isinstance(baseline, int | float):
+        return score >= baseline - tolerance, f"{score:g}, baseline {baseline:g}, tolerance {tolerance:g}"
+    rows = [row for row in report.get("rows", ()) if isinstance(row, dict)]
+    exact = {row["skill"]: row["exact"] for row in rows if row.get("exact") is not None}
+    if not exact:
+        return None
+    worst = min(exact, key=lambda skill: exact[skill])
+    return exact[worst] >= MIN_EXACT, f"worst of {len(exact)} skills: {worst}, {exact[worst]:.1f} %"
+
+
+def check_server(url: str, context: int | None = None) -> Iterator[Finding]:
+    """Health, model and metrics of a running server; `context`: tokens it must take."""
+    base = url.rstrip("/").removesuffix("/v1")
+    status, _ = _get(f"{base}/health")
+    yield _judge(
+        base, "health", status == 200, f"HTTP {status}" if status else "nothing answers", "Look at its log."
+    )
+    if not status:
+        return
+    yield _models(base, context)
+    status, text = _get(f"{base}/metrics")
+    missing = [" or ".join(names) for names in _METRICS if not any(name in text for name in names)]
+    found = f"HTTP {status}" if status != 200 else f"lacks {', '.join(missing)}" if missing else "present"
+    yield _judge(
+        base,
+        "metrics",
+        status == 200 and not missing,
+        found,
+        "SGLang needs --enable-metrics; a router has its own.",
+    )
+
+
+def _models(base: str, context: int | None) -> Finding:
+    point, remedy = "model", "Compare --max-model-len (or --context-length) with the plan."
+    status, text = _get(f"{base}/v1/models")
+    try:
+        models = json.loads(text)["data"]
+        names = [model["id"] for model in models]
+    except (ValueError, KeyError, TypeError):
+        return Finding(base, point, "fail", f"HTTP {status}, no list of models", remedy)
+    lengths = [model.get("max_model_len") for model in models if model.get("max_model_len")]
+    if context and lengths and max(lengths) < context:
+        return Finding(base, point, "fail", f"takes {max(lengths):,} of {context:,} tokens", remedy)
+    if context and not lengths:
+        return Finding(base, point, "unknown", f"{', '.join(names)}; it does not say how long", remedy)
+    length = f", {max(lengths):,} tokens" if lengths else ""
+    return _judge(base, point, bool(names), ", ".join(names) + length or "none", remedy)
+
+
+def _get(url: str) -> tuple[int, str]:
+    """(HTTP status, text); status 0 if nothing answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT) as response:
+            return response.status, response.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+    except (OSError, ValueError):
+        return 0, ""
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    for where in dict.fromkeys(finding.where for finding in findings):
+        table = Table(title=where, title_justify="left", box=None, pad_edge=False, show_header=False)
+        for _ in range(3):
+            table.add_column(overflow="fold")
+        for finding in findings:
+            if finding.where == where:
+                remedy = f" {finding.remedy}" if finding.remedy else ""
+                table.add_row(finding.status, finding.point, f"{finding.found}.{remedy}")
+        console.print(table)
+        console.print()
+    counts = {status: sum(f.status == status for f in findings) for status in ("pass", "fail", "unknown")}
+    console.print(", ".join(f"{count} {status}" for status, count in counts.items()))

@@ -1,0 +1,221 @@
+"""`longspan plan`: flags, and what is printed, written and checked.
+
+`--json` prints one object. Sizes are in bytes of one rank unless said otherwise, fields are only ever added:
+
+- model, family, engine, scheme, context, topology, nodes, index_key_dtype: what was planned
+- hardware: {name, title, numbers: {NAME: {value, reason, assumed}}}
+- sides: a list of {role, nodes, split: {tensor, data, expert, context}, reasons,
+  memory: {weights: {PART: bytes}, weights_total, latent_per_token, index_per_token, recurrent_per_sequence,
+  conv_per_sequence, page_tokens, page_bytes, sequence, activations, usable, room},
+  fits: {sequences, sequences_of_side, pages, max_num_seqs, step_tokens},
+  decode_step: {memory, memory_alone, network_per_token: {KIND: bytes}, seconds, tokens_per_second}}
+- handoff: {state, cache} of one request of the whole context, all ranks together; null without prefill nodes
+- urls (in files only): {SCRIPT: addresses of the servers that it starts}
+- engines: {NAME: {error, split, sequences_of_side, notes}} of the others that run on this hardware
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from longspan.errors import CapacityError
+from longspan.memory.sizes import INDEX_KEY_DTYPES
+from longspan.planning.hardware import ENGINES, Hardware, bundled, load_hardware
+from longspan.planning.models import DEFAULT_MODEL, PUBLISHED, load_model_config
+from longspan.planning.schemes import SCHEMES, published_scheme
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        metavar="MODEL",
+        help=f"{', '.join(PUBLISHED)}, a checkpoint directory or a config.json (default: %(default)s)",
+    )
+    group = parser.add_argument_group("what it runs on")
+    group.add_argument(
+        "--hardware",
+        default="epyc-2s",
+        metavar="NAME",
+        help=f"{', '.join(bundled())}, or a TOML file of your own (default: %(default)s)",
+    )
+    group.add_argument("--nodes", type=_count, default=1, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--topology",
+        default="plain",
+        metavar="T",
+        help="plain (every node does both), or prefill and decode nodes, as in 4p4d (default: %(default)s)",
+    )
+    group.add_argument(
+        "--hosts",
+        type=_names,
+        default=[],
+        metavar="A,B",
+        help="addresses of the nodes, those that prefill first",
+    )
+    group = parser.add_argument_group("what it shall do")
+    group.add_argument(
+        "--context",
+        type=_tokens,
+        metavar="N",
+        help="tokens of the longest sequence, as in 128K or 1M (default: all)",
+    )
+    group.add_argument(
+        "--scheme",
+        choices=list(SCHEMES),
+        help="of the weights (default: as published, mxfp4 for K3 and K3.1)",
+    )
+    group.add_argument(
+        "--index-key-dtype",
+        choices=list(INDEX_KEY_DTYPES),
+        default="auto",
+        help="of the sparse indexer's cached keys (default: %(default)s)",
+    )
+    group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="whose layout of memory is shown (default: longspan where it is among the hardware's engines)",
+    )
+    group = parser.add_argument_group("what comes out")
+    group.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="write the plan and the launch scripts of every engine here",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    group.add_argument(
+        "--markdown", action="store_true", help="print every number as formula, inserted values and result"
+    )
+    group = parser.add_argument_group("before going live")
+    group.add_argument(
+        "--check",
+        nargs="+",
+        metavar="TARGET",
+        help="go through the go-live list: a directory of --output, addresses of running servers, or both",
+    )
+    group.add_argument(
+        "--accuracy",
+        type=Path,
+        metavar="FILE",
+        help="report of the accuracy regression (default: accuracy.json)",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """0, or 1 if a point of the go-live list fails. Raises ConfigError and CapacityError."""
+    if args.check:
+        from longspan.planning.check import check_targets, print_findings
+
+        findings = check_targets(args.check, args.accuracy)
+        if args.json:
+            print(json.dumps([finding.as_json() for finding in findings], indent=2))
+        else:
+            print_findings(findings)
+        return 1 if any(finding.status == "fail" for finding in findings) else 0
+    return _plan(args)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from longspan.planning.derivation import derive
+    from longspan.planning.plan import Plan, make_plan
+    from longspan.planning.report import as_json, print_plan
+
+    hardware = load_hardware(args.hardware)
+    config = load_model_config(args.model)
+    context = args.context or config.max_position
+    name = args.model if args.model in PUBLISHED else Path(args.model).resolve().name
+    scheme = args.scheme or published_scheme(config).name
+    hardware.require(config.family, scheme)  # refused whichever engine it is
+    chosen = _engine(hardware, args.engine)
+
+    def planned(engine: str) -> Plan:
+        from longspan.planning.engines import load_engine
+
+        return make_plan(
+            name,
+            config,
+            hardware,
+            load_engine(engine),
+            nodes=args.nodes,
+            context=context,
+            scheme=scheme,
+            topology=args.topology,
+            index_key_dtype=args.index_key_dtype,
+        )
+
+    plan = planned(chosen)
+
+    def each() -> Iterator[tuple[str, Plan | str]]:
+        for engine in hardware.engines:
+            try:
+                yield engine, plan if engine == chosen else planned(engine)
+            except CapacityError as error:
+                yield engine, str(error)
+
+    if args.markdown:
+        print(derive(plan), end="")
+        return 0
+    plans = list(each())
+    others = plans if len(plans) > 1 else []
+    if args.json:
+        print(json.dumps(as_json(plan, others), indent=2))
+    else:
+        print_plan(plan, others)
+    if args.output:
+        _write(args, plans)
+        if not args.json:
+            print(
+                f"Scripts are in {args.output}/{{{','.join(e for e, p in plans if not isinstance(p, str))}}}."
+            )
+    return 0
+
+
+def _write(args: argparse.Namespace, plans: list) -> None:
+    from longspan.planning.launched import PLAN_FILE
+    from longspan.planning.recipe import make_recipe
+    from longspan.planning.report import as_json
+
+    model_path = "" if args.model in PUBLISHED else str(Path(args.model).resolve())
+    for engine, plan in plans:
+        if isinstance(plan, str):
+            continue
+        recipe = make_recipe(plan, args.hosts, model_path)
+        directory = args.output / engine
+        recipe.write(directory)
+        urls = {script.name: script.urls for script in recipe.scripts if script.role != "router"}
+        (directory / PLAN_FILE).write_text(json.dumps(as_json(plan) | {"urls": urls}, indent=2) + "\n")
+
+
+def _engine(hardware: Hardware, asked: str | None) -> str:
+    """Raises CapacityError if the one asked for does not run there."""
+    if asked and asked not in hardware.engines:
+        raise CapacityError(
+            f"{asked} does not run on {hardware.title}.", remedy=f"Choose {' or '.join(hardware.engines)}."
+        )
+    return asked or ("longspan" if "longspan" in hardware.engines else hardware.engines[0])
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KM]?)", text.strip().upper())
+    if not match or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens such as 128K or 1M")
+    return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if not all(re.fullmatch(r"[A-Za-z0-9.:_\[\]-]+", name) for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of addresses such as 10.0.0.1,10.0.0.2")
+    return names

@@ -1,0 +1,336 @@
+"""The plan itself: for each side the best legal split that fits, with the numbers that decided.
+
+A split fits if weights, activations and one sequence of the whole context stay within the part of memory an
+engine may use. Of those that fit, decoding takes the one with the shortest time for each token when as many
+sequences run as fit (at most MAX_SEQUENCES a replica); prefill, which waits for arithmetic and not for
+memory, takes decode's TP and DCP, since connectors hand states over rank by rank. A step is the largest
+chunk of a prompt whose activations stay within a tenth of the usable memory and leave room for a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from longspan.config import ModelConfig
+from longspan.errors import CapacityError
+from longspan.memory.activations import activation_bytes
+from longspan.planning.engines import Engine
+from longspan.planning.hardware import Hardware
+from longspan.planning.memory import RankMemory, local_config, memory_of
+from longspan.planning.schemes import SCHEMES, Scheme
+from longspan.planning.split import Split, legal_splits, reasons_against
+from longspan.planning.topology import Side, parse_topology
+from longspan.planning.traffic import (
+    MemoryTraffic,
+    NetworkTraffic,
+    decode_reads,
+    handoff_bytes,
+    received_per_token,
+    step_seconds,
+)
+
+CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a step that prefills
+ACTIVATION_PART = 0.1  # of the usable memory, at most, unless even the smallest chunk takes more
+MAX_SEQUENCES = 64  # of a replica at once
+LONG_CONTEXT = 128 * 1024  # from here on DCP belongs on the go-live list
+_NODES_TRIED = 64  # when looking for how many would be enough
+_DOES = {"server": "serve", "prefill": "prefill", "decode": "decode"}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked for."""
+
+    config: ModelConfig
+    hardware: Hardware
+    engine: Engine
+    scheme: Scheme
+    context: int
+    index_key_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One split on one machine. Sequences are of the whole context, of one replica."""
+
+    split: Split
+    memory: RankMemory
+    activations: int
+    step_tokens: int
+    budget: int  # of the device, without the reserve
+    sequences: int
+    seconds_per_token: float  # of one replica, with that many sequences
+
+    @property
+    def cache_room(self) -> int:
+        """Bytes left for pages and states."""
+        return self.budget - self.memory.weight_bytes - self.activations
+
+
+@dataclass(frozen=True)
+class SidePlan:
+    """What one side does, and why."""
+
+    side: Side
+    fit: Fit
+    reads: MemoryTraffic
+    reads_alone: MemoryTraffic  # with a single sequence
+    received: NetworkTraffic
+    reasons: tuple[str, ...]
+
+    @property
+    def role(self) -> str:
+        return self.side.role
+
+    @property
+    def pages(self) -> int:
+        """Pages of a rank, if nothing but pages filled the room and each sequence had its state."""
+        states = self.max_num_seqs * self.fit.memory.state_per_sequence
+        return max(0, self.fit.cache_room - states) // self.fit.memory.page_bytes
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests are shorter than the whole context, so more may run than fit at full length."""
+        return min(MAX_SEQUENCES, max(16, self.fit.sequences))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it."""
+
+    model: str
+    workload: Workload
+    nodes: int
+    topology: str
+    sides: tuple[SidePlan, ...]
+    handoff: tuple[int, int]  # bytes of state, and of the cache of a whole context
+
+    @property
+    def disaggregated(self) -> bool:
+        return len(self.sides) > 1
+
+
+def make_plan(
+    model: str,
+    config: ModelConfig,
+    hardware: Hardware,
+    engine: Engine,
+    *,
+    nodes: int,
+    context: int,
+    scheme: str,
+    topology: str,
+    index_key_dtype: str = "auto",
+) -> Plan:
+    """Raises CapacityError if the machine is not for this model, or too small for it."""
+    if not 1 <= context <= config.max_position:
+        raise CapacityError(
+            f"A context of {context} tokens was asked for, the model was made for {config.max_position}.",
+            remedy=f"Ask for at most {config.max_position}.",
+        )
+    if index_key_dtype != "auto" and config.indexer is None:
+        raise CapacityError(
+            f"index_key_dtype is {index_key_dtype!r}, but this model has no sparse indexer.",
+            remedy="Leave --index-key-dtype out.",
+        )
+    hardware.require(config.family, scheme)
+    if scheme == "mxfp4" and not config.experts_packed:
+        raise CapacityError("This model is not published in MXFP4.", remedy="Choose --scheme bf16.")
+    workload = Workload(config, hardware, engine, SCHEMES[scheme], context, index_key_dtype)
+    sides = parse_topology(topology, nodes)
+    decode = _best(workload, sides[-1])
+    planned = [_side_plan(workload, sides[-1], decode, _decode_reasons(workload, sides[-1], decode))]
+    if len(sides) > 1:
+        prefill = _prefill(workload, sides[0], decode.split)
+        planned.insert(0, _side_plan(workload, sides[0], prefill, _prefill_reasons(workload, prefill)))
+    return Plan(
+        model=model,
+        workload=workload,
+        nodes=nodes,
+        topology=topology,
+        sides=tuple(planned),
+        handoff=handoff_bytes(config, context, index_key_dtype=index_key_dtype),
+    )
+
+
+def _side_plan(workload: Workload, side: Side, fit: Fit, reasons: tuple[str, ...]) -> SidePlan:
+    config, context = workload.config, workload.context
+    return SidePlan(
+        side=side,
+        fit=fit,
+        reads=decode_reads(config, fit.split, fit.memory, sequences=fit.sequences, context=context),
+        reads_alone=decode_reads(config, fit.split, fit.memory, sequences=1, context=context),
+        received=received_per_token(config, fit.split, context),
+        reasons=reasons,
+    )
+
+
+def fit_of(workload: Workload, split: Split, step_tokens: int) -> Fit:
+    """How much of `workload` this split holds; no sequence at all if even the weights are too much."""
+    config, hardware, context = workload.config, workload.hardware, workload.context
+    memory = memory_of(
+        config,
+        split,
+        workload.scheme,
+        index_key_dtype=workload.index_key_dtype,
+        indexes_whole=workload.engine.indexes_whole,
+        vision=workload.engine.vision,
+        page_tokens=workload.engine.page_tokens,
+    )
+    budget = hardware.memory_bytes - hardware.reserve_bytes
+    rows = min(step_tokens, MAX_SEQUENCES)
+    activations = activation_bytes(local_config(config, split), step_tokens, rows, element_bytes=2)
+    fit = Fit(split, memory, activations, step_tokens, budget, sequences=0, seconds_per_token=float("inf"))
+    sequences = min(MAX_SEQUENCES, max(0, fit.cache_room) // memory.sequence_bytes(context))
+    if not sequences:
+        return fit
+    reads = decode_reads(config, split, memory, sequences=sequences, context=context)
+    received = received_per_token(config, split, context)
+    seconds = step_seconds(hardware, split, reads, received, sequences)
+    return replace(fit, sequences=sequences, seconds_per_token=seconds / (sequences * split.data))
+
+
+def _candidates(workload: Workload, side: Side) -> Iterator[Split]:
+    no_dcp = workload.config.indexer and workload.engine.without_sparse_dcp.get(workload.hardware.name)
+    for split in legal_splits(workload.config, side.nodes, workload.hardware.devices):
+        if split.context == 1 or not no_dcp:
+            yield split
+
+
+def _chunks(side: Side) -> tuple[int, ...]:
+    """Steps of a decode node are its sequences, and the last token of a prompt here and there."""
+    return CHUNKS[-1:] if side.role == "decode" else CHUNKS
+
+
+def _best(workload: Workload, side: Side) -> Fit:
+    """The fastest split that fits. Raises CapacityError, with how many nodes would do, if none does."""
+    found = _fits(workload, side)
+    if not found:
+        raise _too_small(workload, side)
+    return min(found, key=lambda fit: (fit.seconds_per_token, fit.split.tensor, fit.split.context))
+
+
+def _fits(workload: Workload, side: Side) -> list[Fit]:
+    """Splits that hold one sequence, each with its largest chunk."""
+    fits = (_largest_step(workload, split, _chunks(side)) for split in _candidates(workload, side))
+    return [fit for fit in fits if fit]
+
+
+def _largest_step(workload: Workload, split: Split, chunks: tuple[int, ...]) -> Fit | None:
+    for chunk in chunks:
+        fit = fit_of(workload, split, chunk)
+        modest = fit.activations <= ACTIVATION_PART * fit.budget or chunk == chunks[-1]
+        if fit.sequences and modest:
+            return fit
+    return None
+
+
+def _prefill(workload: Workload, side: Side, decode: Split) -> Fit:
+    """Decode's TP and DCP, the largest chunk. Raises CapacityError."""
+    data = side.nodes * workload.hardware.devices // decode.tensor
+    split = replace(decode, data=data)
+    fit = None if reasons_against(workload.config, split) else _largest_step(workload, split, CHUNKS)
+    if fit is None:
+        raise _too_small(workload, side)
+    return fit
+
+
+def _too_small(workload: Workload, side: Side) -> CapacityError:
+    hardware = workload.hardware
+    tried = [fit_of(workload, split, CHUNKS[-1]) for split in _candidates(workload, side)]
+    if not tried:
+        return CapacityError(
+            f"The model can't be dealt over {hardware.devices} devices a node: no tensor split divides its "
+            "heads and widths.",
+            remedy="Choose other hardware.",
+        )
+    nearest = max(tried, key=lambda fit: fit.cache_room - fit.memory.sequence_bytes(workload.context))
+    need = nearest.memory.weight_bytes + nearest.activations + nearest.memory.sequence_bytes(workload.context)
+    more = range(side.nodes + 1, _NODES_TRIED + 1)
+    enough = next((n for n in more if _fits(workload, Side(side.role, n))), None)
+    remedy = (
+        f"Give this side {enough} nodes" if enough else "More nodes do not help: shorten --context"
+    ) + f" ({side.nodes} now)."
+    return CapacityError(
+        f"{side.nodes} x {hardware.title} can't {_DOES[side.role]}: the nearest split, {nearest.split}, "
+        f"needs {_gb(need)} a device (weights {_gb(nearest.memory.weight_bytes)}, "
+        f"activations {_gb(nearest.activations)}, one sequence of {workload.context:,} tokens "
+        f"{_gb(nearest.memory.sequence_bytes(workload.context))}), and {_gb(nearest.budget)} may be used.",
+        remedy=remedy,
+    )
+
+
+def _decode_reasons(workload: Workload, side: Side, best: Fit) -> tuple[str, ...]:
+    """Each knob against its neighbour, all else equal."""
+    split, hardware = best.split, workload.hardware
+    reasons = [
+        f"{_rate(best)}, the best of {len(_fits(workload, side))} splits that fit, of "
+        f"{len(list(_candidates(workload, side)))} that are legal: TP divides "
+        f"{workload.config.kda.num_heads} KDA and {workload.config.mla.num_heads} MLA heads and stays inside "
+        f"a node ({hardware.devices} devices), DCP divides TP",
+    ]
+
+    def against(what: str, other: Split) -> None:
+        if other == split or reasons_against(workload.config, other):
+            return
+        fit = fit_of(workload, other, best.step_tokens)
+        reasons.append(f"{what}: with {other} {_rate(fit)}")
+
+    half = split.tensor // 2
+    if split.tensor % 2 == 0 and half:
+        against(
+            f"TP {split.tensor} and not {half}",
+            replace(split, tensor=half, data=split.data * 2, context=min(split.context, half)),
+        )
+    if split.data > 1:
+        against(f"experts over all {split.devices} devices", replace(split, experts_over_data=False))
+    if why := workload.config.indexer and workload.engine.without_sparse_dcp.get(hardware.name):
+        reasons.append(f"DCP stays 1: {why}")
+    elif split.context > 1:
+        for less in sorted({1, split.context // 2}):
+            against(f"DCP {split.context} and not {less}", replace(split, context=less))
+    elif split.tensor > 1:
+        against("no DCP", replace(split, context=split.tensor))
+    if workload.config.indexer and workload.engine.indexes_whole and split.context > 1:
+        reasons.append(
+            f"{workload.engine.title} keeps all index keys on each rank of a DCP group: "
+            f"{_gb(best.memory.index_per_token * workload.context)} of the "
+            f"{_gb(best.memory.sequence_bytes(workload.context))} a sequence takes of a rank"
+        )
+    return tuple(reasons)
+
+
+def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
+    received = received_per_token(workload.config, fit.split, workload.context)
+    reasons = [
+        f"TP {fit.split.tensor} and DCP {fit.split.context} as on the decode side: states and pages are "
+        "handed over rank by rank (vLLM's NIXL connector refuses unequal DCP with recurrent states)",
+        f"chunks of {fit.step_tokens:,} tokens: the largest whose activations ({_gb(fit.activations)}) are "
+        f"no more than {ACTIVATION_PART:.0%} of the {_gb(fit.budget)} that may be used and leave room for a "
+        f"sequence ({_gb(fit.memory.sequence_bytes(workload.context))})",
+    ]
+    if fit.split.context > 1:
+        exchanged = received.candidates + received.outputs
+        reasons.append(
+            f"the price of DCP {fit.split.context}: {_gb(exchanged * workload.context)} received by a rank "
+            f"for a whole prompt of {workload.context:,} tokens, "
+            f"{exchanged * workload.context / workload.hardware.link_gb_s.value / 1e9:.0f} s at "
+            f"{workload.hardware.link_gb_s.value:g} GB/s"
+        )
+    return tuple(reasons)
+
+
+def _rate(fit: Fit) -> str:
+    if not fit.sequences:
+        short = fit.memory.weight_bytes - fit.budget
+        return f"weights of {_gb(fit.memory.weight_bytes)} do not fit" if short > 0 else "no sequence fits"
+    step = fit.seconds_per_token * fit.sequences * fit.split.data
+    return (
+        f"{fit.sequences} x {fit.split.data} sequences, a step of {1000 * step:.1f} ms, "
+        f"{1 / fit.seconds_per_token:,.0f} tokens/s at the most"
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e12:.2f} TB" if size >= 1e12 else f"{size / 1e9:.2f} GB"
