@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from longspan.model.loader import load_model
 from support.random_checkpoint import write_checkpoint
 from support.serving import make_engine, make_request, run
+from support.tiny_chat import BUNDLED, END_OF_MESSAGE, VOCAB_SIZE
+
+from longspan.model.loader import load_model
 
 VOCABULARY = 96
 NEW_TOKENS = 24
@@ -23,13 +27,9 @@ class Answer:
     logprobs: list[float]
 
 
-def write_small_k31(directory: Path) -> Path:
+def write_small_k31(directory: Path, **changes: Any) -> Path:
     """8 layers, full attention at 4 and 8, a choice of 16 keys, 7 packed experts: no size is even for all."""
-    return write_checkpoint(
-        directory,
-        "k3.1",
-        packed=True,
-        seed=3,
+    text: dict[str, Any] = dict(
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
@@ -57,6 +57,15 @@ def write_small_k31(directory: Path) -> Path:
         },
         dsa_config={"index_n_heads": 3, "index_head_dim": 8, "index_topk": 16},
     )
+    return write_checkpoint(directory, "k3.1", packed=True, seed=3, **(text | changes))
+
+
+def write_chatting_k31(directory: Path) -> Path:
+    """The same with the tokenizer of the bundled checkpoint: servers of text and routers need one."""
+    write_small_k31(directory, vocab_size=VOCAB_SIZE, eos_token_id=END_OF_MESSAGE)
+    for name in ("tiktoken.model", "tokenizer_config.json"):
+        shutil.copy(BUNDLED / name, directory)
+    return directory
 
 
 def make_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
