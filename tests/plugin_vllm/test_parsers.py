@@ -15,12 +15,11 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.exceptions import VLLMValidationError
 from vllm.parser import Parser, ParserManager
 
-from longspan.chat import Reply, ReplyParser, Segment, ToolCall
+from longspan.chat import Reply, ReplyParser, ToolCall
 from longspan.chat.xtml import CONTROL_TOKENS
 from longspan.errors import CheckpointError
 from longspan.plugin_vllm import register
-from longspan.plugin_vllm.parsers import _MARKERS
-from longspan.plugin_vllm.tokenizer import LongspanTokenizer
+from longspan.plugin_vllm.tokenizer import LongspanTokenizer, Markup
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 USER = {"role": "user", "content": "hi"}
@@ -79,8 +78,7 @@ def request(thinking: bool = True, **fields: Any) -> ChatCompletionRequest:
 
 
 def ids_of(tokenizer: LongspanTokenizer, markup: str) -> list[int]:
-    pieces = [piece for piece in _MARKERS.split(markup) if piece]
-    return tokenizer.base.encode_segments(Segment(piece, piece in CONTROL_TOKENS) for piece in pieces)
+    return tokenizer.encode(Markup(markup))
 
 
 def reply_of(tokenizer: LongspanTokenizer, text: str, thinking: bool) -> Reply:
@@ -257,6 +255,27 @@ def test_a_forced_call_has_to_be_made(tokenizer):
         reply = with_calls(call(1, ("k", "string", "v"))).partition("<|close|>think<|sep|>")[2]
         assert accepts(tokenizer, request(tool_choice=choice), reply)
         assert not accepts(tokenizer, request(tool_choice=choice), f"{ANSWERING}Hi{END}")
+
+
+def test_a_forced_call_satisfies_its_schema_though_its_tool_is_not_strict(tokenizer):
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    for key, kind, good in (("a", "number", True), ("b", "number", False), ("a", "string", False)):
+        reply = with_calls(call(1, (key, kind, "1"))).partition("<|close|>think<|sep|>")[2]
+        assert accepts(tokenizer, request(tools=[tool], tool_choice="required"), reply) is good
+
+
+def test_blanks_of_json_come_to_an_end(tokenizer):
+    for blanks, good in ((" " * 17, True), (" " * 18, False)):
+        body = request(tools=None, response_format={"type": "json_object"})
+        assert accepts(tokenizer, body, f'{ANSWERING}{{{blanks}"a": 1}}{END}') is good
+
+
+def test_a_budget_of_thinking_ends_it_with_control_tokens(tokenizer):
+    parser = parser_of(tokenizer, request()).reasoning_parser
+    controls = [tokenizer.base.special_id(token) for token in ("<|open|>", "<|close|>", "<|sep|>")]
+    think = tokenizer.base.encode("think")
+    assert tokenizer.encode(parser.reasoning_start_str) == [controls[0], *think, controls[2]]
+    assert tokenizer.encode(parser.reasoning_end_str) == [controls[1], *think, controls[2]]
 
 
 def test_control_tokens_are_asked_for_as_text_without_blanks(tokenizer):

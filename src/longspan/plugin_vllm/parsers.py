@@ -12,7 +12,6 @@ structural tag with the channel's own tags around it. What forced or strict tool
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,8 +28,15 @@ from vllm.parser.abstract_parser import structured_outputs_to_format
 from vllm.reasoning import ReasoningParser
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.tool_parsers import ToolParser
+from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 from xgrammar import StructuralTag
-from xgrammar.structural_tag import AnyTextFormat, ConstStringFormat, OptionalFormat, SequenceFormat
+from xgrammar.structural_tag import (
+    AnyTextFormat,
+    ConstStringFormat,
+    JSONSchemaFormat,
+    OptionalFormat,
+    SequenceFormat,
+)
 
 from longspan.chat import (
     ContentDelta,
@@ -44,13 +50,13 @@ from longspan.chat import (
 )
 from longspan.chat.stop import held_suffix
 from longspan.chat.xtml import CLOSE, CONTROL_TOKENS, OPEN, SEP, parse_tag
-from longspan.plugin_vllm.tokenizer import LongspanTokenizer
+from longspan.plugin_vllm.tokenizer import MARKERS, LongspanTokenizer, Markup
 
-_MARKERS = re.compile("(" + "|".join(map(re.escape, CONTROL_TOKENS)) + ")")
 _END_OF_THINKING = {(CLOSE, "think"), (CLOSE, "message"), (CLOSE, "tools")} | {
     (OPEN, name) for name in ("response", "tools", "call")
 }
 _RESPONSE_OPENS, _RESPONSE_CLOSES = f"{OPEN}response{SEP}", f"{CLOSE}response{SEP}"
+_MAX_BLANKS = 17  # between two tokens of JSON: a weak model fills its budget with blanks if it may
 
 
 class LongspanReasoningParser(ReasoningParser):
@@ -64,7 +70,15 @@ class LongspanReasoningParser(ReasoningParser):
         self._thinking = _Thinking(self._base)
         self._began_thinking = False
 
-    # What vLLM's engine asks, which waits with constraints until the thinking is over.
+    # What vLLM's engine asks: constraints wait until the thinking is over, and a budget ends it.
+
+    @property
+    def reasoning_start_str(self) -> str:
+        return Markup(f"{OPEN}think{SEP}")
+
+    @property
+    def reasoning_end_str(self) -> str:
+        return Markup(f"{CLOSE}think{SEP}")
 
     def is_reasoning_end(self, input_ids: Sequence[int]) -> bool:
         """Whether the newest tag that says where we are says: not in the think channel.
@@ -163,11 +177,10 @@ class LongspanReasoningParser(ReasoningParser):
         return request
 
     def _tag(self, constraint: StructuredOutputsParams, request: Any) -> StructuralTag:
-        elements: list[Any] = [
-            structured_outputs_to_format(constraint),
-            ConstStringFormat(value=_RESPONSE_CLOSES),
-            AnyTextFormat(),
-        ]
+        body = structured_outputs_to_format(constraint)
+        if isinstance(body, JSONSchemaFormat):
+            body.max_whitespace_cnt = _MAX_BLANKS
+        elements: list[Any] = [body, ConstStringFormat(value=_RESPONSE_CLOSES), AnyTextFormat()]
         if self._begins_thinking(request):
             opens = ConstStringFormat(value=_RESPONSE_OPENS)
             # Without reasoning in the reply vLLM constrains from the first token on: no thinking then.
@@ -197,6 +210,14 @@ class LongspanToolParser(ToolParser):
 
     def adjust_request(self, request: Any) -> Any:
         return request
+
+    def get_structural_tag(
+        self, request: Any, *, reasoning: bool = False, strict_level: ToolStrictLevel = ToolStrictLevel.AUTO
+    ) -> StructuralTag | None:
+        """A call that is forced satisfies its schema, whether or not its tool is declared `strict`."""
+        if request.tool_choice != "auto":
+            strict_level = ToolStrictLevel.PARAMETER
+        return super().get_structural_tag(request, reasoning=reasoning, strict_level=strict_level)
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         parser = self._started(model_output)
@@ -252,7 +273,7 @@ class _Thinking:
         keep = len(text) - held_suffix(text, CONTROL_TOKENS)
         self._held = text[keep:]
         events: list[Event] = []
-        pieces = [piece for piece in _MARKERS.split(text[:keep]) if piece]
+        pieces = [piece for piece in MARKERS.split(text[:keep]) if piece]
         for i, piece in enumerate(pieces):
             new = [e for e in self._parser.push_text(piece) if isinstance(e, ReasoningDelta)]
             events += new

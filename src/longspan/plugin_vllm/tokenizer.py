@@ -2,12 +2,13 @@
 
 A token is named as byte-level BPE names it: each byte a printable character, so every id has a string of its
 own, whether or not its bytes are UTF-8. That is how grammar backends learn the vocabulary (xgrammar takes us
-for what we are, a tiktoken vocabulary, by the name of the file). A special token has its own name, and comes
-out of `encode` never: only the renderer writes control tokens.
+for what we are, a tiktoken vocabulary, by the name of the file). A special token has its own name, and never
+comes out of `encode`, unless it is asked for by `Markup`, which no request can make.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from typing import Any
 from transformers import BatchEncoding
 from vllm.transformers_utils.repo_utils import get_non_weight_snapshot_path
 
-from longspan.chat import Tokenizer
+from longspan.chat import Segment, Tokenizer
+from longspan.chat.xtml import CONTROL_TOKENS
 from longspan.config import load_config
 from longspan.serve.prompts import Chat, chat_prompt
 from longspan.serve.thinking import thinking_options
@@ -28,6 +30,11 @@ def _byte_names() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
+class Markup(str):
+    """Text whose markers are control tokens: what our parsers tell vLLM of the tags around reasoning."""
+
+
+MARKERS = re.compile("(" + "|".join(map(re.escape, CONTROL_TOKENS)) + ")")
 _NAMES = _byte_names()
 _BYTES = {name: byte for byte, name in enumerate(_NAMES)}
 
@@ -122,10 +129,14 @@ class LongspanTokenizer:
         add_special_tokens: bool = True,
     ) -> list[int]:
         """Ids of ordinary text: what looks like a special token stays text, and none is added."""
-        ids = self.base.encode(text)
+        ids = self._encode_markup(text) if isinstance(text, Markup) else self.base.encode(text)
         if truncation is False or max_length is None or len(ids) <= max_length:
             return ids
         return ids[len(ids) - max_length :] if self.truncation_side == "left" else ids[:max_length]
+
+    def _encode_markup(self, markup: Markup) -> list[int]:
+        pieces = [piece for piece in MARKERS.split(markup) if piece]
+        return self.base.encode_segments(Segment(piece, piece in CONTROL_TOKENS) for piece in pieces)
 
     def decode(self, ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
         return self.base.decode([ids] if isinstance(ids, int) else ids, skip_special=skip_special_tokens)
