@@ -52,7 +52,7 @@ struct Merge {
     Workspace workspace;
     auto* items = workspace.take<uint64_t>(count);
     uint64_t all = 0;
-    for (int64_t i = 0; i < count; ++i) all |= items[i] = shard.local(position_of(own[i]));
+    for (int64_t i = 0; i < count; ++i) all |= items[i] = shard.own(position_of(own[i]));
     const uint64_t* sorted = sort_by_bits(items, workspace.take<uint64_t>(count), count, 0, std::bit_width(all));
     std::copy_n(sorted, count, to);
     std::fill(to + count, to + width, kNoToken);

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 #include "shard.h"
 #include "top_k.h"
@@ -21,14 +22,18 @@ constexpr int64_t kBroken = std::numeric_limits<int64_t>::max();
 inline int64_t candidate(int32_t order, uint32_t position) { return int64_t(order) << 32 | ~position; }
 inline uint32_t position_of(int64_t candidate) { return ~uint32_t(candidate); }
 
-// Sorts n items, ascending by the `bits` bits from bit `first` on; equal ones stay in order. Byte after byte, to and
-// fro between `items` and `spare`: returns where they end up.
+// Sorts n < 2^32 items, ascending by the `bits` <= 32 bits from bit `first` on; equal ones stay in order. Byte after
+// byte, to and fro between `items` and `spare`: returns where they end up.
 inline uint64_t* sort_by_bits(uint64_t* items, uint64_t* spare, int64_t n, int first, int bits) {
-  for (const int end = first + bits; first < end; first += 8) {
-    uint32_t place[257] = {};
-    for (int64_t i = 0; i < n; ++i) ++place[(items[i] >> first & 255) + 1];
-    for (int digit = 0; digit < 255; ++digit) place[digit + 1] += place[digit];
-    for (int64_t i = 0; i < n; ++i) spare[place[items[i] >> first & 255]++] = items[i];
+  const int bytes = (bits + 7) / 8;
+  uint32_t places[4][256] = {};
+  const auto byte_of = [=](uint64_t item, int byte) { return item >> (first + 8 * byte) & 255; };
+  for (int64_t i = 0; i < n; ++i)
+    for (int byte = 0; byte < 4; ++byte) ++places[byte][byte_of(items[i], byte)];
+  for (int byte = 0; byte < bytes; ++byte) {
+    uint32_t* place = places[byte];
+    for (uint32_t value = 0, before = 0; value < 256; ++value) before += std::exchange(place[value], before);
+    for (int64_t i = 0; i < n; ++i) spare[place[byte_of(items[i], byte)]++] = items[i];
     std::swap(items, spare);
   }
   return items;
@@ -37,19 +42,22 @@ inline uint64_t* sort_by_bits(uint64_t* items, uint64_t* spare, int64_t n, int f
 // A choice that is finished -> its candidates.
 inline void pack(const TopK& best, const Shard& shard, int64_t* list) {
   const int64_t n = best.size();
-  if (n == 0) return;
   Workspace workspace;
   auto* items = workspace.take<uint64_t>(n);
   auto* orders = workspace.take<int32_t>(n);
-  for (int64_t i = 0; i < n; ++i) orders[i] = ordered(best.scores()[i] + 0.0f);  // of -0, the same as of 0
-  const auto [lowest, highest] = std::minmax_element(orders, orders + n);
-  const int64_t most = *highest;
-  const int bits = std::bit_width(uint64_t(most - *lowest));
-  // Positions ascend, and so they do among equal scores.
+  int32_t least = std::numeric_limits<int32_t>::max(), most = std::numeric_limits<int32_t>::min();
+  for (int64_t i = 0; i < n; ++i) {
+    orders[i] = ordered(best.scores()[i] + 0.0f);  // of -0, the same as of 0
+    least = std::min(least, orders[i]);
+    most = std::max(most, orders[i]);
+  }
+  // Below the best, so that fewer bits differ. Positions ascend, and so they do among equal scores.
   for (int64_t i = 0; i < n; ++i)
-    items[i] = uint64_t(most - orders[i]) << 32 | shard.position(uint32_t(best.positions()[i]));
+    items[i] = uint64_t(uint32_t(most) - uint32_t(orders[i])) << 32 | shard.position(uint32_t(best.positions()[i]));
+  const int bits = std::bit_width(uint32_t(most) - uint32_t(least));
   const uint64_t* sorted = sort_by_bits(items, workspace.take<uint64_t>(n), n, 32, bits);
-  for (int64_t i = 0; i < n; ++i) list[i] = candidate(int32_t(most - int64_t(sorted[i] >> 32)), uint32_t(sorted[i]));
+  for (int64_t i = 0; i < n; ++i)
+    list[i] = candidate(int32_t(uint32_t(most) - uint32_t(sorted[i] >> 32)), uint32_t(sorted[i]));
 }
 
 }  // namespace longspan

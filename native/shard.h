@@ -3,29 +3,39 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 
 namespace longspan {
 
-struct Shard {
-  int64_t rank, size, interleave;
+class Shard {
+ public:
+  const int64_t rank, size;
 
-  int64_t cycle() const { return size * interleave; }
+  Shard(int64_t rank, int64_t size, int64_t interleave)
+      : rank(rank),
+        size(size),
+        run_(uint32_t(interleave)),
+        others_(uint32_t((size - 1) * interleave)),
+        before_(uint32_t(rank * interleave)),
+        shift_(std::has_single_bit(run_) ? std::countr_zero(run_) : -1) {}
 
   // Own tokens among the first n.
   int64_t count(int64_t n) const {
-    return n / cycle() * interleave + std::clamp<int64_t>(n % cycle() - rank * interleave, 0, interleave);
+    const int64_t turn = run_ + others_;
+    return n / turn * run_ + std::clamp<int64_t>(n % turn - before_, 0, run_);
   }
 
-  // Where an own token lies in its sequence, and back. Narrow divisions: they are made for thousands a row.
-  uint32_t position(uint32_t local) const {
-    const uint32_t run = uint32_t(interleave);
-    return local / run * uint32_t(cycle()) + uint32_t(rank) * run + local % run;
+  // Where an own token lies in its sequence, and back. Asked for thousands of tokens a row, so without divisions
+  // where that can be.
+  uint32_t position(uint32_t own) const {
+    return own + (shift_ < 0 ? own / run_ : own >> shift_) * others_ + before_;
   }
-  uint32_t local(uint32_t position) const {
-    const uint32_t run = uint32_t(interleave);
-    return position / uint32_t(cycle()) * run + position % run;
-  }
+  uint32_t own(uint32_t position) const { return position - position / (run_ + others_) * others_ - before_; }
+
+ private:
+  const uint32_t run_, others_, before_;  // tokens of a rank in a turn, of all others, of those before this one
+  const int shift_;
 };
 
 }  // namespace longspan
