@@ -37,10 +37,9 @@ from longspan.config import parse_config
 from longspan.ops.backend import select_backend
 from longspan.ops.batch import MlaView, StepBatch
 from longspan.ops.shard import Shard
-from longspan.parallel.context import ContextParallel
+from longspan.parallel.context import ContextParallel, merge_ranks
 from longspan.parallel.group import Group
 from longspan.parallel.layout import Layout
-from longspan.parallel.merge import merge_partial, pack_partial
 from longspan.parallel.traffic import Traffic
 from longspan.shapes import SHAPES, published_config
 
@@ -184,10 +183,7 @@ def outputs(group: Group, tokens: int, runs: int) -> Row:
     own = slice(group.rank * HEADS, (group.rank + 1) * HEADS)
 
     def streaming() -> Tensor:
-        parts = pack_partial(out, lse, group.size)
-        mine, mine_lse = out[:, own].contiguous(), lse[:, own].contiguous()
-        group.exchange(parts, lambda part: merge_partial(mine, mine_lse, part), "outputs")
-        return mine
+        return merge_ranks(group, out, lse)[0]
 
     def gathered() -> Tensor:
         everything = group.all_gather(torch.cat([out, lse[..., None]], -1), "outputs")[:, :, own]

@@ -18,6 +18,7 @@ import longspan
 from longspan.formats.safetensors import open_checkpoint, save_checkpoint
 from longspan.ops.backend import backends
 from longspan.ops.shard import WHOLE
+from longspan.parallel.context import EXCHANGE_ROWS
 
 TOLERANCE = 1e-4
 BACKENDS = list(backends())
@@ -145,6 +146,13 @@ def test_a_prefix_of_others_goes_on_as_if_it_were_ones_own(
         whole = alone(checkpoint, backend).forward(steps[0][0] + suffix)
         got = torch.cat([traces[0].logits[step][n] for step in range(1, 4)])
         torch.testing.assert_close(got, whole[prefix:], atol=TOLERANCE, rtol=0)
+
+
+def test_a_chunk_that_is_exchanged_in_several_blocks(ranks: Ranks, checkpoint: Path) -> None:
+    script = Script([{0: ids(14, EXCHANGE_ROWS + 3)}], 1, EXCHANGE_ROWS + 3)
+    split = Split(2, context=2, backend=BACKENDS[-1])
+    reference = run_script(alone(checkpoint, split.backend), script, WHOLE)
+    check(ranks.run(2, run_split, checkpoint, split, [script]), reference)
 
 
 @pytest.mark.parametrize("family", ["kimi-linear", "k3"])

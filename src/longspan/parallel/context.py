@@ -23,8 +23,11 @@ from torch import Tensor
 
 from longspan.ops.backend import Operators
 from longspan.ops.batch import MlaView, StepBatch
+from longspan.parallel.group import Group
 from longspan.parallel.layout import Layout
 from longspan.parallel.merge import merge_partial, pack_partial
+
+EXCHANGE_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,28 @@ class ContextParallel:
     ) -> tuple[Tensor, Tensor]:
         """query [T, heads of the group, rank + rope] -> out [T, own heads, rank] and lse, of all tokens."""
         self._check(batch)
-        group, own = self.layout.context, self.layout.own_heads
+        self.layout.context.traffic.serve("outputs", batch.num_tokens)
         out, lse = self.ops.sparse_attention(query, view, batch, selected, rank, scale)
-        group.traffic.serve("outputs", batch.num_tokens)
-        parts = pack_partial(out, lse, group.size)
-        out, lse = out[:, own].contiguous(), lse[:, own].contiguous()
-        group.exchange(parts, lambda part: merge_partial(out, lse, part), "outputs")
-        return out, lse
+        return merge_ranks(self.layout.context, out, lse)
 
     def _check(self, batch: StepBatch) -> None:
         if batch.shard != self.layout.shard:
             raise ValueError(f"the batch is for {batch.shard}, this rank has {self.layout.shard}")
+
+
+def merge_ranks(group: Group, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """out [T, size * H, C] and lse [T, size * H] of tokens here -> [T, H, C] and [T, H] of tokens everywhere.
+
+    EXCHANGE_ROWS rows at a time: what is packed and on its way does not grow with a prefill.
+    """
+    heads = out.shape[1] // group.size
+    own = slice(group.rank * heads, (group.rank + 1) * heads)
+    merged, merged_lse = out[:, own].contiguous(), lse[:, own].contiguous()
+    for begin in range(0, out.shape[0], EXCHANGE_ROWS):
+        rows = slice(begin, begin + EXCHANGE_ROWS)
+
+        def merge(part: Tensor, rows: slice = rows) -> None:
+            merge_partial(merged[rows], merged_lse[rows], part)
+
+        group.exchange(pack_partial(out[rows], lse[rows], group.size), merge, "outputs")
+    return merged, merged_lse
