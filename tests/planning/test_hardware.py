@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,15 @@ def test_the_bundled_machines_are_those_the_command_promises() -> None:
     assert promised <= set(bundled())
     for hardware in bundled().values():
         assert all(number.reason for number in hardware.numbers.values())
+
+
+def test_every_source_is_used_and_every_number_of_the_package_has_one_or_is_assumed() -> None:
+    values = tomllib.loads(files("longspan.planning").joinpath("hardware.toml").read_text())
+    sources = values.pop("sources")
+    tables = [table for hardware in values.values() for table in hardware.values() if isinstance(table, dict)]
+    tables += [refusal for hardware in values.values() for refusal in hardware.get("refused", {}).values()]
+    used = {table["source"] for table in tables if "source" in table}
+    assert used == set(sources)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +90,7 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (("value = 80", "value = true"), "a number above 0"),
         (("value = 80", 'value = "80"'), "a number above 0"),
         (('value = 80, source = "nvidia-smi"', "value = 80"), "assumed"),
-        (('value = 80, source = "nvidia-smi"', 'value = 80, source = "a", assumed = "b"'), "assumed"),
+        (('value = 80, source = "nvidia-smi"', 'value = 80, source = "a", unit = "b"'), "assumed"),
         (("value = 4", "value = 4.5"), "a whole number"),
         (("value = 0.9", "value = 1.2"), "at most 1"),
         (('mxfp4 = "unpacked"', 'fp3 = ""'), "'fp3'"),

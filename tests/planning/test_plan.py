@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from longspan.config import load_config
 from longspan.errors import CapacityError, ConfigError
 from longspan.planning import command
 from longspan.planning.derivation import Line, derive
@@ -41,6 +42,14 @@ def run(*arguments: object) -> int:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     return command.main(parser.parse_args([str(a) for a in arguments]))
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [("kimi-k3.1-pro", "k31-pro"), ("kimi-k3", "k3"), ("kimi-linear", "kimi-linear")],
+)
+def test_bundled_configs_are_the_published_ones(name: str, file: str, data_dir: Path) -> None:
+    assert load_model_config(name) == load_config(data_dir / "configs" / f"{file}.json")
 
 
 def plan_of(hardware: str, nodes: int, **options: object) -> Plan:
@@ -168,8 +177,8 @@ def test_bytes_received_are_those_of_the_formula() -> None:
     assert half.outputs == 24 * 7 / 8 * 48 * 513 * 4
     alone = received_per_token(K31, Split(), 2**20)
     assert alone.total == 0
-    few = received_per_token(K31, Split(16, 4, 16), 100)
-    assert few.candidates == 24 * 15 * 7 * 8
+    assert received_per_token(K31, Split(16, 4, 16), 2048).candidates == 0
+    assert received_per_token(K31, Split(16, 4, 16), 2049).candidates == 24 * 15 * 129 * 8
 
 
 @pytest.mark.parametrize("context", [1, 2047, 2048, 2049])

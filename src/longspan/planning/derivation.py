@@ -281,9 +281,9 @@ def traffic_lines(workload: Workload, side: SidePlan) -> Iterator[Line]:
     )
     yield Line(
         "all-reduces and logits, a token",
-        "(2 L + 1) * 2 (T-1)/T hidden * 2 + (T-1)/T vocabulary * 4",
-        f"(2 * {config.num_layers} + 1) * 2 * ({t} - 1) / {t} * {d:,} * 2 + ({t} - 1) / {t} * "
-        f"{config.vocab_size:,} * 4",
+        "(2 L + 1) * 2 (T-1)/T hidden * 2 + (T-1) ceil(vocabulary / T) * 4",
+        f"(2 * {config.num_layers} + 1) * 2 * ({t} - 1) / {t} * {d:,} * 2 + ({t} - 1) * "
+        f"ceil({config.vocab_size:,} / {t}) * 4",
         received.tensor,
     )
     latent, layers = moe.latent_size or d, len(config.moe_layers)

@@ -165,8 +165,9 @@ class _Tables:
         )
 
     def _number(self, at: str, table: Any) -> Number:
-        reasons = {"source", "assumed"}
-        if not isinstance(table, dict) or "value" not in table or len(reasons & set(table)) != 1:
+        reasons = ("assumed", "source")
+        found = [kind for kind in reasons if isinstance(table, dict) and kind in table]
+        if not found or set(table) != {"value", *found}:
             raise ConfigError(
                 f"{at} is {table!r}.",
                 remedy="Write { value = 64, source = '...' } or { value = 64, assumed = '...' }.",
@@ -174,9 +175,9 @@ class _Tables:
         value = table["value"]
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ConfigError(f"{at} is {value!r}; a number above 0 was expected.")
-        (kind,) = reasons & set(table)
-        reason = _text(f"{at} {kind}", table[kind])
-        return Number(float(value), self._sources.get(reason, reason), kind == "assumed")
+        texts = [_text(f"{at} {kind}", table[kind]) for kind in found]
+        reason = "; ".join(self._sources.get(text, text) for text in texts)
+        return Number(float(value), reason, assumed="assumed" in found)
 
     def _refusal(self, at: str, table: Any) -> Refusal:
         if not isinstance(table, dict) or set(table) != {"why", "instead", "source"}:

@@ -13,12 +13,13 @@ From memory, in a step of b sequences of a replica with n tokens each (a step is
 Over the network, received, for each token (what `longspan.parallel` counts; its docstrings have the why):
 
     tensor     2 all-reduces a layer and one of the embedding, as a ring: 2 (T-1)/T hidden e; logits
-               gathered: (T-1)/T vocabulary 4
+               gathered: (T-1) ceil(vocabulary / T) 4
     experts    over T alone: an all-reduce of the float32 sums, 2 (T-1)/T latent 4 a layer. Over all X = T R:
                the latent, experts and weights of a token, 8 k + latent e, to each other rank that has one of
                its experts, X (1 - (1 - 1/X)^k) of X, and float32 sums back; each of the T ranks sends for 1/T
                of the tokens; then the results are gathered: (T-1)/T latent e
-    candidates (D-1) min(top_k, ceil(n / D)) 8 a full-attention layer: every rank's best keys, packed
+    candidates (D-1) min(top_k, ceil(n / D)) 8 a full-attention layer: every rank's best keys, packed; none
+               while n is at most top_k
     outputs    (D-1)/D H (rank + 1) 4 a full-attention layer: H heads of the DCP group, partial sums and LSE
 
 Between prefill and decode: state and n tokens of latents and index keys of one request.
@@ -107,9 +108,9 @@ def received_per_token(
     layers = len(config.full_attention_layers)
     ring = 2 * (tensor - 1) / tensor * config.hidden_size * element_bytes
     reduces = 2 * config.num_layers + 1
-    logits = (tensor - 1) / tensor * config.vocab_size * WIDE
+    logits = (tensor - 1) * ceil(config.vocab_size / tensor) * WIDE
     candidates = 0.0
-    if config.indexer and dcp > 1:
+    if config.indexer and context > config.indexer.top_k:
         candidates = layers * (dcp - 1) * min(config.indexer.top_k, ceil(context / dcp)) * CANDIDATE_BYTES
     heads = config.mla.num_heads * dcp / tensor
     outputs = layers * (dcp - 1) / dcp * heads * (config.mla.kv_lora_rank + 1) * WIDE
