@@ -1,6 +1,7 @@
 # make serve   set up, then serve the bundled checkpoint on http://127.0.0.1:8000
 # make test    set up, then run the tests
 # make setup   .venv with the `longspan` command; compiles the kernels; again when they or pyproject.toml change
+# make test-vllm  set up .venv-vllm with vLLM in it, then run the tests of the cluster host
 # make lint    ruff and pyright
 # make soak    MINUTES (20) of mixed load on a server, every answer checked; the report is docs/soak.md
 # make sanitize  the tests of the kernels under address, undefined and thread sanitizers (half an hour)
@@ -12,7 +13,9 @@ MODEL ?= models/k31-tiny
 PORT ?= 8000
 MINUTES ?= 20
 
-.PHONY: setup serve test lint soak sanitize clean
+VLLM := .venv-vllm
+
+.PHONY: setup setup-vllm serve test test-vllm lint soak sanitize clean
 
 setup: $(VENV)/.installed
 
@@ -26,11 +29,22 @@ $(VENV)/.installed: pyproject.toml $(wildcard native/*)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+setup-vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed: $(VENV)/.installed tools/setup_vllm.sh
+	@echo "Installing vLLM: some minutes, without output."
+	tools/setup_vllm.sh
+	@touch $@
+
 serve: setup
 	$(BIN)/longspan serve $(MODEL) --port $(PORT)
 
 test: setup
 	$(BIN)/python -m pytest
+
+test-vllm: setup-vllm
+	$(BIN)/pyright -p tools/pyright-vllm.json
+	$(VLLM)/bin/python -m pytest tests/plugin_vllm
 
 lint: setup
 	$(BIN)/ruff check .
@@ -45,4 +59,4 @@ sanitize: setup
 	for kind in address undefined thread; do tools/sanitize.sh $$kind || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .ruff_cache .hypothesis

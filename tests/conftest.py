@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+collect_ignore = [] if find_spec("vllm") else ["plugin_vllm"]  # `make test-vllm` has an environment for it
 
 torch.set_num_threads(1)
 

@@ -143,6 +143,17 @@ Facts about hardware, with their sources, are in the package (planning/hardware.
 published are called assumed. A TOML file of the same form describes your own. Nothing is started, nothing
 is measured.""",
     ),
+    "cluster serve": Command(
+        "Serve a checkpoint with vLLM, which spreads it over devices and hosts. Our model, vLLM's flags.",
+        "longspan.plugin_vllm.cluster",
+        """\
+  longspan cluster serve models/k31-tiny --port 8000
+  longspan cluster serve /data/kimi-k31 --tensor-parallel-size 8 --decode-context-parallel-size 8
+  longspan cluster serve /data/kimi-k31 --data-parallel-size 2 --enable-expert-parallel --max-model-len 131072
+
+The model comes first; what is behind it goes to vLLM's server as it is. Needs pip install 'longspan[vllm]'.
+Endpoints and metrics are vLLM's. What is added to the flags is printed; docs/cluster.md says why.""",
+    ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",
         "longspan.evaluation",

@@ -56,7 +56,9 @@ class LongspanTokenizer:
         name_or_path: str = "",
     ) -> None:
         self.base = base
-        self.eos_token_id, self.bos_token_id, self.pad_token_id = eos_token_id, bos_token_id, pad_token_id
+        self.eos_token_id = eos_token_id
+        self.bos_token_id: Any = bos_token_id  # vLLM's protocol has no word for a tokenizer without
+        self.pad_token_id: Any = pad_token_id
         self.truncation_side = truncation_side
         self.name_or_path = name_or_path
         self.vocab_size = base.vocab_size
@@ -112,14 +114,23 @@ class LongspanTokenizer:
     def get_added_vocab(self) -> dict[str, int]:
         return self.base.special
 
-    def __call__(self, text: str | list[str], text_pair: str | None = None, **options: Any) -> BatchEncoding:
-        """`options` are those of `encode`. Raises ValueError for a pair."""
+    def __call__(
+        self,
+        text: str | list[str],
+        text_pair: str | None = None,
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> BatchEncoding:
+        """`encode` for one text or several. Raises ValueError for a pair."""
         if text_pair is not None:
             raise ValueError("Pairs of texts are for classifiers; this tokenizer takes one text at a time.")
-        one = isinstance(text, str)
-        ids = self.encode(text, **options) if one else [self.encode(each, **options) for each in text]
-        mask = [1] * len(ids) if one else [[1] * len(each) for each in ids]
-        return BatchEncoding({"input_ids": ids, "attention_mask": mask})
+        texts = [text] if isinstance(text, str) else text
+        rows = [self.encode(each, truncation, max_length) for each in texts]
+        masks = [[1] * len(row) for row in rows]
+        if isinstance(text, str):
+            return BatchEncoding({"input_ids": rows[0], "attention_mask": masks[0]})
+        return BatchEncoding({"input_ids": rows, "attention_mask": masks})
 
     def encode(
         self,
