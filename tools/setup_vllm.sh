@@ -30,11 +30,11 @@ $python -m pip install --quiet --extra-index-url https://download.pytorch.org/wh
 $python -m pip install --quiet --no-deps nixl nixl-cu12
 $python -m pip install --quiet smg vllm-router mooncake-transfer-engine-non-cuda
 
-site() { $1 -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 from=$(site $main) to=$(site $python)
-rm -rf "$to"/longspan "$to"/longspan-*.dist-info
-for part in "$from"/longspan "$from"/longspan-*.dist-info "$from"/_longspan_editable.* "$from"/_editable_impl_longspan.*; do
-  test ! -e "$part" || cp -rs "$(realpath "$part")" "$to"/
+rm -rf "$to"/longspan "$to"/longspan-*.dist-info "$to"/_editable_*longspan*
+for part in "$from"/longspan "$from"/longspan-*.dist-info "$from"/_editable_*longspan*; do
+  test ! -e "$part" || cp -rs "$part" "$to"/
 done
 sed "1s|.*|#!$PWD/$python|" .venv/bin/longspan > $env/bin/longspan
 chmod +x $env/bin/longspan
