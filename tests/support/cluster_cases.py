@@ -29,24 +29,24 @@ class Answer:
 
 def write_small_k31(directory: Path, **changes: Any) -> Path:
     """8 layers, full attention at 4 and 8, a choice of 16 keys, 7 packed experts: no size is even for all."""
-    text: dict[str, Any] = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        kv_lora_rank=24,
-        q_lora_rank=20,
-        qk_nope_head_dim=12,
-        qk_rope_head_dim=8,
-        v_head_dim=12,
-        attn_res_block_size=4,
-        num_experts=7,
-        num_experts_per_token=3,
-        moe_intermediate_size=32,
-        routed_expert_hidden_size=32,
-        linear_attn_config={
+    text: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": 20,
+        "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "attn_res_block_size": 4,
+        "num_experts": 7,
+        "num_experts_per_token": 3,
+        "moe_intermediate_size": 32,
+        "routed_expert_hidden_size": 32,
+        "linear_attn_config": {
             "head_dim": 16,
             "num_heads": 4,
             "short_conv_kernel_size": 4,
@@ -55,8 +55,8 @@ def write_small_k31(directory: Path, **changes: Any) -> Path:
             "use_full_rank_gate": True,
             "gate_lower_bound": -5.0,
         },
-        dsa_config={"index_n_heads": 3, "index_head_dim": 8, "index_topk": 16},
-    )
+        "dsa_config": {"index_n_heads": 3, "index_head_dim": 8, "index_topk": 16},
+    }
     return write_checkpoint(directory, "k3.1", packed=True, seed=3, **(text | changes))
 
 

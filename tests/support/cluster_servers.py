@@ -14,13 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
-
 from support.cluster_cases import NEW_TOKENS, Answer
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -45,7 +44,7 @@ class Running:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def wait_for_health(self, deadline_s: float) -> None:
+    def wait_for_health(self, deadline_s: float = 240) -> None:
         """Returns when /health answers 200; fails with the log if the process ends or time is up."""
         until = time.monotonic() + deadline_s
         while time.monotonic() < until and self.process.poll() is None:
@@ -80,9 +79,16 @@ class Running:
 
 @contextmanager
 def running(
-    command: Sequence[str], url: str, environment: Mapping[str, str] | None = None, deadline_s: float = 240
+    command: Sequence[str],
+    url: str,
+    environment: Mapping[str, str] | None = None,
+    deadline_s: float | None = 240,
 ) -> Iterator[Running]:
-    """Starts a server and waits for its /health; its process group is killed at the end of the block."""
+    """Starts a server; its process group is killed at the end of the block.
+
+    Waits for its /health, but not with a `deadline_s` of None: then several come up at once, and the block
+    waits for each.
+    """
     with tempfile.TemporaryDirectory() as directory:
         log_file = Path(directory) / "log"
         with log_file.open("wb") as log:
@@ -96,7 +102,8 @@ def running(
             )
         server = Running(process, url, log_file)
         try:
-            server.wait_for_health(deadline_s)
+            if deadline_s is not None:
+                server.wait_for_health(deadline_s)
             yield server
         finally:
             server.kill()
@@ -108,8 +115,8 @@ def vllm_server(
     *flags: str,
     cores: Sequence[int] = (0,),
     environment: Mapping[str, str] | None = None,
-    deadline_s: float = 240,
-):
+    deadline_s: float | None = 240,
+) -> AbstractContextManager[Running]:
     """A server of vLLM on `port`: the rank i is bound to the core cores[i], modulo what this machine has."""
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
     command += ["--served-model-name", "k31", "--host", "127.0.0.1", "--port", str(port), *flags]
