@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster_cases import NEW_TOKENS, Answer, write_small_k31
+from support.cluster_cases import NEW_TOKENS, Answer, write_chatting_k31, write_small_k31
 
 TESTS = Path(__file__).parents[1]
 CORES = sorted(os.sched_getaffinity(0))
@@ -30,6 +30,12 @@ class Rounds:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_k31(tmp_path_factory.mktemp("k31"))
+
+
+@pytest.fixture(scope="session")
+def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a tokenizer."""
+    return write_chatting_k31(tmp_path_factory.mktemp("chatting"))
 
 
 @pytest.fixture
