@@ -17,7 +17,8 @@ from longspan.planning.derivation import Line, derive
 from longspan.planning.engines import load_engine
 from longspan.planning.hardware import bundled
 from longspan.planning.models import load_model_config
-from longspan.planning.plan import Plan, fit_of, make_plan
+from longspan.planning.plan import Plan, Workload, fit_of, make_plan
+from longspan.planning.schemes import SCHEMES
 from longspan.planning.split import Split, legal_splits
 from longspan.planning.topology import parse_topology
 from longspan.planning.traffic import decode_reads, handoff_bytes, received_per_token
@@ -128,6 +129,26 @@ def test_whole_index_keys_cost_sequences() -> None:
     sharded = plan_of("atlas-800-a3", 8, scheme="w4a8").sides[0].fit
     whole = plan_of("atlas-800-a3", 8, scheme="w4a8", engine="vllm-ascend").sides[0].fit
     assert whole.sequences * whole.split.data < sharded.sequences * sharded.split.data
+
+
+@pytest.mark.parametrize(
+    ("hardware", "split", "context", "fits"),
+    [
+        ("atlas-800-a3", Split(16, 4), 131_072, True),  # four nodes, DP 4, TP 16, EP 64
+        ("atlas-800-a3", Split(16, 4), 2**20, False),  # "at least eight nodes" for 1 M
+        ("atlas-800-a3", Split(16, 8), 2**20, True),
+        ("atlas-800-a2", Split(8, 8), 262_144, True),  # eight nodes of eight, DP 8, TP 8, EP 64, up to 256 K
+        ("atlas-800-a2", Split(8, 4), 131_072, False),
+        ("ascend-950dt", Split(8, 4), 131_072, True),  # four nodes, DP 4, TP 8, EP 32
+    ],
+)
+def test_memory_agrees_with_what_the_vendor_validated_for_k3(
+    hardware: str, split: Split, context: int, fits: bool
+) -> None:
+    """Topologies of vLLM Ascend's guide to Kimi K3 in W4A8, which has no DCP."""
+    k3, engine = load_model_config("kimi-k3"), load_engine("vllm-ascend")
+    workload = Workload(k3, bundled()[hardware], engine, SCHEMES["w4a8"], context)
+    assert (fit_of(workload, split, step_tokens=512).sequences > 0) == fits
 
 
 def test_too_few_nodes_are_refused_with_how_many_would_do() -> None:

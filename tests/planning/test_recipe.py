@@ -110,6 +110,25 @@ def test_sides_of_a_split_are_a_producer_and_a_consumer() -> None:
             assert dict(script.flags)["--disaggregation-mode"] == script.role
 
 
+def test_processes_of_one_cpu_node_get_sockets_of_their_own() -> None:
+    config, machine = load_model_config("kimi-linear"), bundled()["epyc-2s"]
+    plan = make_plan(
+        "kl",
+        config,
+        machine,
+        load_engine("longspan"),
+        nodes=1,
+        context=2**17,
+        scheme="bf16",
+        topology="plain",
+    )
+    assert plan.sides[0].fit.split.tensor == 1
+    commands = make_recipe(plan).scripts[0].commands
+    assert [command.head[:2] for command in commands] == [
+        ("numactl", f"--cpunodebind={socket}") for socket in (0, 1)
+    ]
+
+
 def test_both_sides_of_vllm_ascend_know_the_sizes_of_the_other() -> None:
     recipe = recipe_of("atlas-800-a3", "vllm-ascend", 8, "4p4d", "w4a8")
     configs = {

@@ -11,7 +11,9 @@
   decode_step: {memory, memory_alone, network_per_token: {KIND: bytes}, seconds, tokens_per_second}}
 - handoff: {state, cache} of one request of the whole context, all ranks together; null without prefill nodes
 - urls (in files only): {SCRIPT: addresses of the servers that it starts}
-- engines: {NAME: {error, split, sequences_of_side, notes}} of the others that run on this hardware
+- engines: {NAME: {error, split, sequences_of_side, notes}} of all that run on this hardware, if several do
+
+With `--check` it is a list of {where, point, status, found, remedy}.
 """
 
 from __future__ import annotations

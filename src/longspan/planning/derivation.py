@@ -31,7 +31,7 @@ class Line:
     unit: str = "B"
 
     def check(self) -> None:
-        """ConfigError if the inserted values give another number."""
+        """ConfigError if the inserted values give another number. They are this module's own text."""
         found = eval(
             self.inserted.replace(",", "").replace(";", ","), {"ceil": ceil, "floor": floor, "min": min}
         )

@@ -313,7 +313,7 @@ def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
     if fit.split.context > 1:
         exchanged = received.candidates + received.outputs
         reasons.append(
-            f"the price of DCP {fit.split.context}: {_gb(exchanged * workload.context)} received by a rank "
+            f"the price of DCP {fit.split.context}: at most {_gb(exchanged * workload.context)} received by a rank "
             f"for a whole prompt of {workload.context:,} tokens, "
             f"{exchanged * workload.context / workload.hardware.link_gb_s.value / 1e9:.0f} s at "
             f"{workload.hardware.link_gb_s.value:g} GB/s"

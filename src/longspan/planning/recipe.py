@@ -104,6 +104,7 @@ def _parallel_flags(side: SidePlan, rank: int, first_host: str) -> list[Flag]:
     if split.data > 1:
         flags += [
             ("--data-parallel-size", str(split.data)),
+            ("--data-parallel-size-local", "1"),
             ("--data-parallel-rank", str(rank)),
             ("--data-parallel-address", first_host),
             ("--data-parallel-rpc-port", str(RPC_PORTS[side.role])),
@@ -166,7 +167,13 @@ def _longspan(
             *memory,
             *transfer,
         ]
-        commands.append(Command(("longspan", "cluster", "serve", MODEL), tuple(flags)))
+        head = ("longspan", "cluster", "serve", MODEL)
+        if is_cpu and side.fit.split.tensor < plan.workload.hardware.devices:
+            # Each process sees the cores of its own sockets only, and shares them out among its ranks.
+            first, last = local * side.fit.split.tensor, (local + 1) * side.fit.split.tensor - 1
+            sockets = f"{first}-{last}" if last > first else str(first)
+            head = ("numactl", f"--cpunodebind={sockets}", f"--membind={sockets}", *head)
+        commands.append(Command(head, tuple(flags)))
     return Script(
         _name(side, number), side.role, _comment(plan, side, host), tuple(commands), variables, tuple(urls)
     )
