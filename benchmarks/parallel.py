@@ -182,8 +182,10 @@ def outputs(group: Group, tokens: int, runs: int) -> Row:
     out, lse = torch.randn(tokens, HEADS * group.size, LATENT), torch.randn(tokens, HEADS * group.size)
     own = slice(group.rank * HEADS, (group.rank + 1) * HEADS)
 
+    ops = select_backend()
+
     def streaming() -> Tensor:
-        return merge_ranks(group, out, lse)[0]
+        return merge_ranks(ops, group, out, lse)[0]
 
     def gathered() -> Tensor:
         everything = group.all_gather(torch.cat([out, lse[..., None]], -1), "outputs")[:, :, own]

@@ -20,6 +20,7 @@ void bind_limits(nb::module_&);
 void bind_lm_head(nb::module_&);
 void bind_mla(nb::module_&);
 void bind_moe(nb::module_&);
+void bind_partials(nb::module_&);
 void bind_sampling(nb::module_&);
 void bind_sparse_attention(nb::module_&);
 
@@ -75,6 +76,7 @@ NB_MODULE(LONGSPAN_MODULE, m) {
   bind_lm_head(m);
   bind_mla(m);
   bind_moe(m);
+  bind_partials(m);
   bind_sampling(m);
   bind_sparse_attention(m);
 }

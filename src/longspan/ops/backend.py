@@ -23,6 +23,7 @@ from longspan.ops.linear import embed, lm_head
 from longspan.ops.mla_prologue import MlaQueries, mla_epilogue, mla_prologue
 from longspan.ops.moe import mix_experts, moe_output, route_experts, routed_experts
 from longspan.ops.native.extension import choose
+from longspan.ops.partials import merge_partial
 from longspan.ops.sampling import apply_penalties, sample
 from longspan.ops.sparse_attention import sparse_attention
 
@@ -45,6 +46,7 @@ class Operators:
     index_candidates: Callable[..., Tensor]
     merge_candidates: Callable[..., Tensor]
     sparse_attention: Callable[..., tuple[Tensor, Tensor]]
+    merge_partial: Callable[..., None]
     mla_epilogue: Callable[..., Tensor]
     ffn: Callable[..., Tensor]
     routed_experts: Callable[..., Tensor]
@@ -73,6 +75,7 @@ TORCH = Operators(
     index_candidates=index_candidates,
     merge_candidates=merge_candidates,
     sparse_attention=sparse_attention,
+    merge_partial=merge_partial,
     mla_epilogue=mla_epilogue,
     ffn=ffn,
     routed_experts=routed_experts,

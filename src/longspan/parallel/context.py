@@ -23,9 +23,9 @@ from torch import Tensor
 
 from longspan.ops.backend import Operators
 from longspan.ops.batch import MlaView, StepBatch
+from longspan.ops.partials import pack_partial
 from longspan.parallel.group import Group
 from longspan.parallel.layout import Layout
-from longspan.parallel.merge import merge_partial, pack_partial
 
 EXCHANGE_ROWS = 256
 
@@ -60,14 +60,14 @@ class ContextParallel:
         self._check(batch)
         self.layout.context.traffic.serve("outputs", batch.num_tokens)
         out, lse = self.ops.sparse_attention(query, view, batch, selected, rank, scale)
-        return merge_ranks(self.layout.context, out, lse)
+        return merge_ranks(self.ops, self.layout.context, out, lse)
 
     def _check(self, batch: StepBatch) -> None:
         if batch.shard != self.layout.shard:
             raise ValueError(f"the batch is for {batch.shard}, this rank has {self.layout.shard}")
 
 
-def merge_ranks(group: Group, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+def merge_ranks(ops: Operators, group: Group, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """out [T, size * H, C] and lse [T, size * H] of tokens here -> [T, H, C] and [T, H] of tokens everywhere.
 
     EXCHANGE_ROWS rows at a time: what is packed and on its way does not grow with a prefill.
@@ -79,7 +79,7 @@ def merge_ranks(group: Group, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]
         rows = slice(begin, begin + EXCHANGE_ROWS)
 
         def merge(part: Tensor, rows: slice = rows) -> None:
-            merge_partial(merged[rows], merged_lse[rows], part)
+            ops.merge_partial(merged[rows], merged_lse[rows], part)
 
         group.exchange(pack_partial(out[rows], lse[rows], group.size), merge, "outputs")
     return merged, merged_lse

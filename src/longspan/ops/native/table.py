@@ -9,6 +9,7 @@ from longspan.ops.native.indexer import index_candidates, index_select, merge_ca
 from longspan.ops.native.kda import kda
 from longspan.ops.native.mla import mla_epilogue, mla_prologue
 from longspan.ops.native.moe import mix_experts, moe_output, route_experts, routed_experts
+from longspan.ops.native.partials import merge_partial
 from longspan.ops.native.sampling import apply_penalties, sample
 from longspan.ops.native.sparse_attention import sparse_attention
 from longspan.ops.native.threads import use_threads
@@ -24,6 +25,7 @@ NATIVE = Operators(
     index_candidates=index_candidates,
     merge_candidates=merge_candidates,
     sparse_attention=sparse_attention,
+    merge_partial=merge_partial,
     mla_epilogue=mla_epilogue,
     ffn=ffn,
     routed_experts=routed_experts,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.parallel.merge import merge_partial, pack_partial
+from longspan.ops.partials import merge_partial, pack_partial
 
 
 def attention(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
