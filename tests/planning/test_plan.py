@@ -111,6 +111,14 @@ def test_prefill_and_decode_share_tp_and_dcp_for_states_go_rank_to_rank() -> Non
     assert prefill.fit.split.devices == decode.fit.split.devices == 64
 
 
+def test_sides_of_unlike_size_share_what_fits_both() -> None:
+    prefill, decode = plan_of("ascend-950dt", 8, scheme="w4a8", topology="3p5d").sides
+    assert prefill.fit.split.devices == 24 and decode.fit.split.devices == 40
+    assert prefill.fit.split.context == decode.fit.split.context
+    with pytest.raises(CapacityError, match="can't prefill"):
+        plan_of("atlas-800-a3", 8, scheme="w4a8", topology="1p7d")
+
+
 def test_long_contexts_on_small_devices_need_dcp() -> None:
     (side,) = plan_of("atlas-800-a3", 4, scheme="w4a8").sides
     assert side.fit.split.context > 1

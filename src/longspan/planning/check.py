@@ -100,7 +100,7 @@ def check_launch(launch: Launch, accuracy: Path | None = None) -> Iterator[Findi
     yield _accuracy(where, accuracy or launch.directory / ACCURACY_FILE)
     if launch.engine == "sglang":
         dark = _scripts_of(p for p in launch.processes if "--enable-metrics" not in p.flags)
-        yield _judge(where, "metrics", not dark, f"on{dark and ' but in ' + dark}", "Add --enable-metrics.")
+        yield _judge(where, "metrics", not dark, f"off in {dark}" if dark else "on", "Add --enable-metrics.")
 
 
 def _judge(where: str, point: str, good: bool, found: str, remedy: str) -> Finding:

@@ -2,14 +2,15 @@
 
 A split fits if weights, activations and one sequence of the whole context stay within the part of memory an
 engine may use. Of those that fit, decoding takes the one with the shortest time for each token when as many
-sequences run as fit (at most MAX_SEQUENCES a replica); prefill, which waits for arithmetic and not for
-memory, takes decode's TP and DCP, since connectors hand states over rank by rank. A step is the largest
-chunk of a prompt whose activations stay within a tenth of the usable memory and leave room for a sequence.
+sequences run as fit (at most MAX_SEQUENCES a replica), if the prefill side can take the same TP and DCP:
+connectors hand states over rank by rank, and prefill waits for arithmetic more than for memory. A step is
+the largest chunk of a prompt whose activations stay within a tenth of the usable memory and leave room for a
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from longspan.config import ModelConfig
@@ -139,10 +140,9 @@ def make_plan(
         raise CapacityError("This model is not published in MXFP4.", remedy="Choose --scheme bf16.")
     workload = Workload(config, hardware, engine, SCHEMES[scheme], context, index_key_dtype)
     sides = parse_topology(topology, nodes)
-    decode = _best(workload, sides[-1])
+    decode, prefill = _best(workload, sides)
     planned = [_side_plan(workload, sides[-1], decode, _decode_reasons(workload, sides[-1], decode))]
-    if len(sides) > 1:
-        prefill = _prefill(workload, sides[0], decode.split)
+    if prefill:
         planned.insert(0, _side_plan(workload, sides[0], prefill, _prefill_reasons(workload, prefill)))
     return Plan(
         model=model,
@@ -203,12 +203,23 @@ def _chunks(side: Side) -> tuple[int, ...]:
     return CHUNKS[-1:] if side.role == "decode" else CHUNKS
 
 
-def _best(workload: Workload, side: Side) -> Fit:
-    """The fastest split that fits. Raises CapacityError, with how many nodes would do, if none does."""
-    found = _fits(workload, side)
+def _best(workload: Workload, sides: Sequence[Side]) -> tuple[Fit, Fit | None]:
+    """The fastest split that fits, and the prefill side's to go with it, if there is one.
+
+    Raises CapacityError, with how many nodes would do, for a side where none does.
+    """
+    *others, decode = sides
+    found = _fits(workload, decode)
     if not found:
-        raise _too_small(workload, side)
-    return min(found, key=lambda fit: (fit.seconds_per_token, fit.split.tensor, fit.split.context))
+        raise _too_small(workload, decode)
+    found.sort(key=lambda fit: (fit.seconds_per_token, fit.split.tensor, fit.split.context))
+    if not others:
+        return found[0], None
+    pairs = ((fit, _prefill(workload, others[0], fit.split)) for fit in found)
+    best = next((pair for pair in pairs if pair[1]), None)
+    if best is None:
+        raise _too_small(workload, others[0])
+    return best
 
 
 def _fits(workload: Workload, side: Side) -> list[Fit]:
@@ -226,14 +237,10 @@ def _largest_step(workload: Workload, split: Split, chunks: tuple[int, ...]) -> 
     return None
 
 
-def _prefill(workload: Workload, side: Side, decode: Split) -> Fit:
-    """Decode's TP and DCP, the largest chunk. Raises CapacityError."""
-    data = side.nodes * workload.hardware.devices // decode.tensor
-    split = replace(decode, data=data)
-    fit = None if reasons_against(workload.config, split) else _largest_step(workload, split, CHUNKS)
-    if fit is None:
-        raise _too_small(workload, side)
-    return fit
+def _prefill(workload: Workload, side: Side, decode: Split) -> Fit | None:
+    """Decode's TP and DCP on these nodes, with the largest chunk."""
+    split = replace(decode, data=side.nodes * workload.hardware.devices // decode.tensor)
+    return None if reasons_against(workload.config, split) else _largest_step(workload, split, CHUNKS)
 
 
 def _too_small(workload: Workload, side: Side) -> CapacityError:
@@ -242,7 +249,7 @@ def _too_small(workload: Workload, side: Side) -> CapacityError:
     if not tried:
         return CapacityError(
             f"The model can't be dealt over {hardware.devices} devices a node: no tensor split divides its "
-            "heads and widths.",
+            "heads.",
             remedy="Choose other hardware.",
         )
     nearest = max(tried, key=lambda fit: fit.cache_room - fit.memory.sequence_bytes(workload.context))
@@ -313,8 +320,8 @@ def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
     if fit.split.context > 1:
         exchanged = received.candidates + received.outputs
         reasons.append(
-            f"the price of DCP {fit.split.context}: at most {_gb(exchanged * workload.context)} received by a rank "
-            f"for a whole prompt of {workload.context:,} tokens, "
+            f"the price of DCP {fit.split.context}: at most {_gb(exchanged * workload.context)} received by "
+            f"a rank for a whole prompt of {workload.context:,} tokens, "
             f"{exchanged * workload.context / workload.hardware.link_gb_s.value / 1e9:.0f} s at "
             f"{workload.hardware.link_gb_s.value:g} GB/s"
         )
