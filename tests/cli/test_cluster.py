@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -80,6 +81,36 @@ def test_every_rank_has_its_share_of_the_cores(flags, cores, bind):
 
 def test_the_users_binding_stays():
     assert cluster.bindings(["-tp", "2"], {cluster.BIND: "nobind"}, [0, 1]) == {}
+
+
+@pytest.mark.parametrize("role", [["--role", "decode"], ["--role=decode"]])
+def test_the_role_is_taken_out_of_the_flags(role):
+    assert cluster.take_role(["--port", "1", *role, "-tp", "2"]) == ("decode", ["--port", "1", "-tp", "2"])
+    assert cluster.take_role(["--port", "1"]) == (None, ["--port", "1"])
+
+
+@pytest.mark.parametrize("flags", [["--role"], ["--role", "both"], ["--role="]])
+def test_a_role_that_is_none_is_refused(flags):
+    with pytest.raises(ConfigError, match="prefill, decode"):
+        cluster.take_role(flags)
+
+
+def test_the_halves_of_a_split_on_one_host_listen_for_each_other_on_ports_of_their_own():
+    flags, variables = cluster.half_of_a_split("prefill", ["--port", "8100", "--host=10.0.0.1"], {})
+    assert flags[0] == "--kv-transfer-config"
+    assert json.loads(flags[1]) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_producer",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert variables == {cluster.SIDE_PORT: "18100", cluster.SIDE_HOST: "10.0.0.1"}
+    assert cluster.half_of_a_split("decode", ["--host", "0.0.0.0"], {})[1] == {cluster.SIDE_PORT: "18000"}
+    assert cluster.half_of_a_split("decode", [], {cluster.SIDE_PORT: "5600"})[1] == {}
+
+
+def test_a_role_and_a_connector_of_the_users_own_are_refused():
+    with pytest.raises(ConfigError, match="--kv-transfer-config"):
+        cluster.half_of_a_split("prefill", ["--kv-transfer-config={}"], {})
 
 
 def test_the_server_replaces_the_command(tiny_dir, monkeypatch, capfd):

