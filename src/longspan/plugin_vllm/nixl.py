@@ -22,6 +22,7 @@ tokens outermost, but a page of ours is all latents, then all keys.
 
 from __future__ import annotations
 
+import os
 import time
 
 import numpy as np
@@ -65,7 +66,10 @@ class LongspanNixlScheduler(NixlPullConnectorScheduler):
 
 class LongspanNixlWorker(NixlPullConnectorWorker):
     def __init__(self, vllm_config, engine_id, kv_cache_config) -> None:
+        # The parent moves this thread to the last core, for its own threads to start there. It computes, too.
+        cores = os.sched_getaffinity(0)
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        os.sched_setaffinity(0, cores)
         self._renewals: dict[tuple[str, str], tuple[float, float]] = {}  # (engine, request) -> first, last
 
     def register_local_xfer_handler(self, block_size: int) -> tuple[int, np.ndarray]:
