@@ -21,6 +21,8 @@ best of all ranks' candidates are what `index_select` chooses from the whole. A 
 sorts as the tie rule says, whoever compares:
 
     order(score) << 32 | (2^32 - 1 - position)        order: the bits of a float, those of negatives flipped
+
+All ranks use one backend, which may leave out the factor 1 / sqrt(Di). Behind BROKEN a list may hold anything.
 """
 
 from __future__ import annotations
