@@ -89,11 +89,10 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
         self, nixl_agent_meta: NixlAgentMetadata, remote_tp_size: int, remote_dcp_size: int = 1
     ) -> None:
         """Raises ConfigError, and the request fails, unless the peer's pages are ours."""
-        super()._validate_remote_agent_handshake(nixl_agent_meta, remote_tp_size, remote_dcp_size)
-        attention = [i for i, own in enumerate(self._region_is_mla) if own]
 
         def pages(block_size, lengths, states, ranks):
-            return block_size, [lengths[i] for i in attention], [size * ranks for size in states]
+            own = [length for length, own in zip(lengths, self._region_is_mla, strict=False) if own]
+            return block_size, own, [size * ranks for size in states]
 
         ours = pages(self.block_size, self.block_len_per_layer, self._mamba_ssm_size, self.world_size)
         peer = nixl_agent_meta
@@ -105,6 +104,7 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
                 f"{form.format(*ours)}.",
                 remedy="Start both servers with the same model, --dtype and --block-size.",
             )
+        super()._validate_remote_agent_handshake(nixl_agent_meta, remote_tp_size, remote_dcp_size)
 
     def _send_heartbeats(self, metadata: NixlConnectorMetadata) -> None:
         """Notes since when, and when last, the lease of a request was renewed without a gap."""

@@ -1,0 +1,290 @@
+"""Prefill and decode on servers of their own, NIXL between them: exact, and right or refused when one fails.
+
+A prompt goes to the prefill server first, then with what that answered (`kv_transfer_params`) to the decode
+server, which reads the memory of the prompt and recomputes its last token. A router does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from support.cluster_cases import Answer, assert_same, embedded_answers, make_prompts
+from support.cluster_servers import (
+    SMALL,
+    Running,
+    completion,
+    read_answer,
+    read_events,
+    running,
+    vllm_server,
+)
+
+LEASE_S = 15
+PORTS = {"prefill": 18560, "decode": 18570}
+ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+ROUTER_PORT = 18580
+MAX_TOKENS = 8
+
+
+@dataclass
+class Split:
+    """Both servers. Those that a test has killed are started again by `revive`."""
+
+    checkpoint: Path
+    stack: ExitStack
+    servers: dict[str, Running] = field(default_factory=dict)
+
+    @property
+    def prefill(self) -> Running:
+        return self.servers["prefill"]
+
+    @property
+    def decode(self) -> Running:
+        return self.servers["decode"]
+
+    def start(self, role: str, *flags: str, cores: tuple[int, ...] | None = None) -> None:
+        config = {
+            "kv_connector": "NixlConnector",
+            "kv_role": ROLES[role],
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+        }
+        settings = {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS[role] + 1),
+        }
+        server = vllm_server(
+            self.checkpoint,
+            PORTS[role],
+            *SMALL,
+            "--kv-transfer-config",
+            json.dumps(config),
+            *flags,
+            cores=cores or ((0,) if role == "prefill" else (1,)),
+            environment=settings,
+            deadline_s=None,
+        )
+        self.servers[role] = self.stack.enter_context(server)
+
+    def revive(self) -> None:
+        for role in ROLES:
+            if role not in self.servers or self.servers[role].process.poll() is not None:
+                self.start(role)
+        for server in self.servers.values():
+            server.wait_for_health()
+
+    def fill(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Sends a request to the prefill server -> the request that the decode server is to get."""
+        remote = {"do_remote_decode": True, "do_remote_prefill": False}
+        response = self.prefill.post(
+            "/v1/completions", body | {"max_tokens": 1, "stream": False, "kv_transfer_params": remote}
+        )
+        assert response.status_code == 200, response.text
+        return body | {"kv_transfer_params": response.json()["kv_transfer_params"]}
+
+    def complete(self, prompt: list[int]) -> Answer:
+        body = self.fill(completion(prompt, MAX_TOKENS))
+        return read_answer(self.decode.post("/v1/completions", body))
+
+    def transferred(self) -> float:
+        """Prompt tokens whose memory came from the prefill server, since decode started."""
+        return self.decode.metric("external_prefix_cache_hits_total")
+
+    def wait_until_idle(self) -> None:
+        for server in self.servers.values():
+            server.wait_until_idle(LEASE_S + 20)
+
+
+@pytest.fixture(scope="module")
+def servers(chatting: Path) -> Iterator[Split]:
+    with ExitStack() as stack:
+        yield Split(chatting, stack)
+
+
+@pytest.fixture
+def split(servers: Split) -> Split:
+    servers.revive()
+    return servers
+
+
+def reference(checkpoint: Path, prompts: list[list[int]]) -> list[Answer]:
+    return embedded_answers(checkpoint, prompts, MAX_TOKENS)
+
+
+def test_one_request_after_another_and_what_decode_has_cached(split: Split) -> None:
+    prompts = make_prompts(1, 2, 17, 64, 65, 200, 333)
+    before = split.transferred()
+    assert_same([split.complete(p) for p in prompts], reference(split.checkpoint, prompts))
+    assert split.transferred() - before >= sum(len(p) - 1 for p in prompts), "decode computed prompts itself"
+    tail = make_prompts(30, seed=1)[0]
+    again = [prompts[5], prompts[5][:150] + tail, prompts[6] + tail]
+    before, cached = split.transferred(), split.decode.metric("prefix_cache_hits_total")
+    assert_same([split.complete(p) for p in again], reference(split.checkpoint, again))
+    assert split.decode.metric("prefix_cache_hits_total") > cached, "nothing came from decode's own cache"
+    assert split.transferred() > before
+    split.wait_until_idle()
+
+
+def test_fifty_requests_at_once(split: Split) -> None:
+    rng = random.Random(0)
+    prompts = make_prompts(*(rng.choice([1, 3, 30, 63, 64, 65, 128, 150]) for _ in range(25)), seed=2) * 2
+    want = reference(split.checkpoint, prompts[:25]) * 2
+    delays = [rng.uniform(0, 3) for _ in prompts]
+    before = split.transferred()
+
+    def one(i: int) -> Answer:
+        time.sleep(delays[i])
+        return split.complete(prompts[i])
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        assert_same(list(pool.map(one, range(len(prompts)))), want)
+    assert split.transferred() > before
+    split.wait_until_idle()
+
+
+def test_memory_whose_lease_is_over_is_not_used(split: Split) -> None:
+    """Others have written to the blocks meanwhile."""
+    prompt, *others = make_prompts(100, *[100] * 6, seed=3)
+    late = split.fill(completion(prompt, MAX_TOKENS))
+    assert split.prefill.metric("kv_cache_usage_perc") > 0
+    split.prefill.wait_until_idle(LEASE_S + 20)
+    for other in others:
+        split.prefill.complete(other, 1)
+    before = split.transferred()
+    answer = read_answer(split.decode.post("/v1/completions", late))
+    assert_same([answer], reference(split.checkpoint, [prompt]))
+    assert "lease" in split.decode.log()
+    split.wait_until_idle()
+    assert before <= split.transferred()
+
+
+def test_clients_that_leave_hold_no_memory(split: Split) -> None:
+    prompt = make_prompts(900, seed=4)[0]
+    remote = {"do_remote_decode": True, "do_remote_prefill": False}
+    with suppress(httpx.TimeoutException):
+        body = completion(prompt, 1) | {"kv_transfer_params": remote}
+        split.prefill.post("/v1/completions", body, timeout=0.05)
+    body = split.fill(completion(prompt, 100, stream=True))
+    with httpx.stream("POST", f"{split.decode.url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_lines())
+    with suppress(httpx.TimeoutException):
+        split.decode.post("/v1/completions", split.fill(completion(prompt[:800], 100)), timeout=0.05)
+    split.wait_until_idle()
+
+
+ROUTERS = {
+    "smg": ["smg", "launch", "--pd-disaggregation", "--discovery-provider", "file"],
+    "vllm-router": ["vllm-router", "--vllm-pd-disaggregation", "--health-check-interval-secs", "2"],
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_in_front_of_both(split: Split, tmp_path: Path, name: str) -> None:
+    chat = {"model": "k31", "messages": [{"role": "user", "content": f"Say {name} " * 40}]}
+    chat |= {"max_tokens": MAX_TOKENS, "temperature": 0}
+    text = {"model": "k31", "prompt": f"Once there was {name} " * 20, "temperature": 0}
+    text |= {"max_tokens": MAX_TOKENS, "logprobs": 0}
+    before = split.transferred()
+    with running(router(name, split, tmp_path), f"http://127.0.0.1:{ROUTER_PORT}", deadline_s=60) as front:
+        until = time.monotonic() + 60
+        while front.post("/v1/chat/completions", chat).status_code != 200:
+            assert time.monotonic() < until, front.log()
+            time.sleep(0.5)
+        streamed = read_stream(front, "/v1/chat/completions", chat)
+        assert streamed == content(front.post("/v1/chat/completions", chat))
+        completed = front.post("/v1/completions", text).json()["choices"][0]
+        assert read_stream(front, "/v1/completions", text) == completed["text"]
+    assert split.transferred() - before > 40, f"{name} did not split the work"
+    assert streamed == content(split.decode.post("/v1/chat/completions", chat))
+    alone = split.decode.post("/v1/completions", text).json()["choices"][0]
+    assert completed["text"] == alone["text"]
+    assert completed["logprobs"]["token_logprobs"] == pytest.approx(
+        alone["logprobs"]["token_logprobs"], abs=1e-4
+    )
+    split.wait_until_idle()
+
+
+def router(name: str, split: Split, directory: Path) -> list[str]:
+    binary, *flags = ROUTERS[name]
+    command = [str(Path(sys.executable).parent / binary), *flags, "--host", "127.0.0.1"]
+    command += ["--port", str(ROUTER_PORT), "--policy", "round_robin"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(ROUTER_PORT + 1)]
+    if name == "vllm-router":
+        return [*command, "--prefill", split.prefill.url, "--decode", split.decode.url]
+    workers = [
+        {"id": role, "url": server.url, "worker_type": role, "kv_connector": "NixlConnector"}
+        for role, server in split.servers.items()
+    ]
+    (directory / "workers.json").write_text(json.dumps({"version": 1, "workers": workers}))
+    return [*command, "--discovery-file", str(directory / "workers.json")]
+
+
+def content(response: httpx.Response) -> str:
+    return response.json()["choices"][0]["message"]["content"]
+
+
+def read_stream(server: Running, path: str, body: dict[str, Any]) -> str:
+    with httpx.stream("POST", server.url + path, json=body | {"stream": True}, timeout=60) as response:
+        choices = [event["choices"][0] for event in read_events(response)]
+    return "".join(c["delta"].get("content") or "" if "delta" in c else c["text"] for c in choices)
+
+
+def test_prefill_dies_before_decode_has_the_memory_and_comes_back_another(split: Split) -> None:
+    """Decode computes the prompt itself; a new prefill server, of other pages at first, is found out."""
+    prompt, second, third = make_prompts(120, 130, 140, seed=6)
+    split.complete(second)  # they know each other
+    body = split.fill(completion(prompt, MAX_TOKENS))
+    split.prefill.kill()
+    answer = read_answer(split.decode.post("/v1/completions", body))
+    assert_same([answer], reference(split.checkpoint, [prompt]))
+    split.decode.wait_until_idle()
+
+    split.start("prefill", "--block-size", "32")
+    split.prefill.wait_for_health()
+    assert_same([split.complete(second)], reference(split.checkpoint, [second]))
+    assert "The pages of the prefill server are" in split.decode.log(40000)
+
+    split.prefill.kill()
+    split.revive()
+    before = split.transferred()
+    assert_same([split.complete(third)], reference(split.checkpoint, [third]))
+    assert split.transferred() > before, "the new prefill server is not used"
+    split.wait_until_idle()
+
+
+def test_decode_dies_while_it_answers(split: Split) -> None:
+    """Its client is told, and the prefill server lets go of what decode never came for."""
+    prompt, other = make_prompts(100, 90, seed=5)
+    split.fill(completion(other))
+    body = split.fill(completion(prompt, 900, stream=True))
+    seen: list[str] = []
+
+    def read() -> None:
+        try:
+            with httpx.stream("POST", f"{split.decode.url}/v1/completions", json=body, timeout=60) as answer:
+                seen.extend(line for line in answer.iter_lines() if line)
+        except httpx.TransportError:
+            seen.append("broken off")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    until = time.monotonic() + 60
+    while len(seen) < 3:
+        assert time.monotonic() < until, "no answer began"
+        time.sleep(0.01)
+    split.decode.kill()
+    reader.join(60)
+    assert seen[-1] == "broken off" and "data: [DONE]" not in seen
+    split.prefill.wait_until_idle(LEASE_S + 20)
