@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.random_checkpoint import write_checkpoint
-from torch import Tensor
+from support.weight_bytes import weight_tensors
 
 from longspan.config import load_config
 from longspan.errors import CapacityError
@@ -20,7 +18,6 @@ from longspan.formats.inventory import totals
 from longspan.memory.memory import Memory
 from longspan.memory.sizes import page_layout, pages_per_slab, slot_layout
 from longspan.model.loader import load_model, open_model
-from longspan.model.weights import LazyExperts
 from longspan.ops.batch import KdaView, QuantizedKeys
 from longspan.parallel.group import Group
 from longspan.parallel.layout import Layout, share
@@ -51,21 +48,6 @@ def changes(family: str) -> dict[str, Any]:
     return HEADS | {"linear_attn_config": HEADS["linear_attn_config"] | gate}
 
 
-def tensors_of(value: Any, experts: slice) -> Iterator[Tensor]:
-    """Every tensor that hangs on it; of a layer's routed experts these."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, LazyExperts):
-        for number in range(len(value))[experts]:
-            yield from tensors_of(value[number], experts)
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from tensors_of(part, experts)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name), experts)
-
-
 class Member(Group):
     """One rank of a group that sends nothing."""
 
@@ -81,7 +63,7 @@ class Member(Group):
 def test_weights_of_one_process_are_predicted(family: str, packed: bool, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", family, packed=packed)
     config = load_config(path)
-    held = sum(t.nbytes for t in tensors_of(load_model(path, backend="torch").weights, slice(None)))
+    held = sum(t.nbytes for t in weight_tensors(load_model(path, backend="torch").weights, slice(None)))
     assert memory_of(config, Split()).weight_bytes == pytest.approx(held, rel=PROMISED)
 
 
@@ -98,7 +80,7 @@ def test_weights_of_the_fullest_rank_are_predicted(
         layout = Layout(config, group, Member(rank % context, context), group)
         weights = local_weights(source, layout, torch.bfloat16)
         own = share(config.moe.num_experts, group)
-        ranks.append(sum(t.nbytes for t in tensors_of(weights, own)))
+        ranks.append(sum(t.nbytes for t in weight_tensors(weights, own)))
     split = Split(tensor, context=context)
     if split.expert > config.moe.num_experts:  # the last ranks have none, which a plan refuses
         with pytest.raises(CapacityError):

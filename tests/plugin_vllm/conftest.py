@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ class Rounds:
     answers: list[list[Answer]]
     cached: list[list[int]]  # prompt tokens that came from its prefix cache
     preemptions: int
+    held: list[dict[str, int]]  # by each rank: bytes of its weights, of a block's pages, of a state
 
 
 @pytest.fixture(scope="session")
@@ -39,10 +41,18 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def vllm(checkpoint: Path, tmp_path: Path) -> Callable[..., Rounds]:
+def vllm(checkpoint: Path, run_vllm: Callable[..., Rounds]) -> Callable[..., Rounds]:
     """vllm(round, round, .., **options of vllm.LLM)."""
+    return partial(run_vllm, checkpoint)
 
-    def run(*rounds: list[list[int]], max_tokens: int = NEW_TOKENS, **options: Any) -> Rounds:
+
+@pytest.fixture
+def run_vllm(tmp_path: Path) -> Callable[..., Rounds]:
+    """run_vllm(checkpoint, round, round, .., **options of vllm.LLM)."""
+
+    def run(
+        checkpoint: Path, *rounds: list[list[int]], max_tokens: int = NEW_TOKENS, **options: Any
+    ) -> Rounds:
         job, answers = tmp_path / "job.json", tmp_path / "answers.json"
         job.write_text(
             json.dumps(
@@ -62,6 +72,7 @@ def vllm(checkpoint: Path, tmp_path: Path) -> Callable[..., Rounds]:
             [[Answer(a["token_ids"], a["logprobs"]) for a in r] for r in got["rounds"]],
             [[a["cached"] for a in r] for r in got["rounds"]],
             got["preemptions"],
+            got["held"],
         )
 
     return run

@@ -4,7 +4,7 @@
 
 A job is {"checkpoint", "options": keywords of LLM, "rounds": [[prompt, ..], ..], "max_tokens"}; the prompts
 of a round go in together. The answers are {"rounds": [[{"token_ids", "logprobs", "cached"}, ..], ..],
-"preemptions"}.
+"preemptions", "held": what each rank holds, see `Worker`}.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.weight_bytes import weight_tensors
 from vllm import LLM, SamplingParams
+
+from longspan.ops.batch import KdaView, MlaView
+from longspan.parallel.layout import share
 
 
 def main(job_file: str, answers_file: str) -> None:
@@ -27,6 +31,7 @@ def main(job_file: str, answers_file: str) -> None:
         "enable_prefix_caching": False,
         "disable_log_stats": False,
         "seed": 0,
+        "worker_extension_cls": "plugin_vllm.offline.Worker",
     }
     llm = LLM(job["checkpoint"], **(options | job["options"]))
     params = SamplingParams(
@@ -34,7 +39,26 @@ def main(job_file: str, answers_file: str) -> None:
     )
     rounds = [[_answer(o) for o in llm.generate(_prompts(r), params, use_tqdm=False)] for r in job["rounds"]]
     preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-    Path(answers_file).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
+    held = llm.collective_rpc("held_bytes")
+    answers = {"rounds": rounds, "preemptions": preemptions, "held": held}
+    Path(answers_file).write_text(json.dumps(answers))
+
+
+class Worker:
+    """What vLLM mixes into its workers for the tests."""
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of the weights that this rank asks for, of a block's pages and of a KDA state, all layers."""
+        model = self.model_runner.model  # pyright: ignore[reportAttributeAccessIssue]
+        views = [cache.view for cache in model.caches]
+        pages = [part for v in views if isinstance(v, MlaView) for part in (v.latent, v.index_key)]
+        states = [part for v in views if isinstance(v, KdaView) for part in (v.state, v.conv)]
+        own = share(model.layout.config.moe.num_experts, model.layout.expert)
+        return {
+            "weights": sum(t.nbytes for t in weight_tensors(model.decoder.weights, own)),
+            "block": sum(part[0].nbytes for part in pages if part is not None),
+            "state": sum(part[0].nbytes for part in states),
+        }
 
 
 def _prompts(token_ids: list[list[int]]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from support.cluster_cases import assert_same, embedded_answers, make_prompts
 
 RANKS = {

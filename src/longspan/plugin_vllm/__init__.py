@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: all that vLLM must know. Refuses releases that were not tested."""
+    """Entry point of `vllm.general_plugins`: all that vLLM must know. Refuses untested releases."""
     from longspan.plugin_vllm import policy
 
     policy.require_tested_release()

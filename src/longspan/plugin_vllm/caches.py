@@ -1,6 +1,6 @@
 """The memory of one layer as vLLM allocates it: what it is told, and our view on the bytes it hands back.
 
-vLLM finds caches as modules under a name in its static forward context; they compute nothing. Its blocks are
+vLLM finds caches under a name in its static forward context; they compute nothing. Its blocks are
 side by side, layer after layer (layout BLNHC), so pages of any size share a block without padding:
 
     full attention   one page = [block_size latents | block_size index keys], each dense
@@ -13,7 +13,7 @@ The convolution window is [taps, channels], or [channels, taps] where a connecto
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba.abstract import MambaBase
@@ -27,11 +27,10 @@ from longspan.ops.batch import KdaView, MlaView
 from longspan.plugin_vllm.metadata import KdaBackend, MlaBackend
 
 
-class MlaCache(nn.Module, AttentionLayerBase):
+class MlaCache(AttentionLayerBase):
     """Latents and index keys of one layer, of all tokens on every tensor rank, or with DCP of a share."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
         self._latent = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
         self._key = config.indexer.head_dim if config.indexer else 0
         self._dtype = dtype
@@ -65,11 +64,10 @@ class MlaCache(nn.Module, AttentionLayerBase):
         )
 
 
-class KdaCache(nn.Module, MambaBase):
+class KdaCache(MambaBase):
     """Recurrent state and convolution window of one layer, of this rank's heads."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        super().__init__()
         self._shapes = state_shapes(config)
         self._dtypes = state_dtypes(dtype)
         self.view: KdaView | None = None

@@ -29,7 +29,7 @@ class LongspanConfig(PreTrainedConfig):
         self.published = published
         self.dtype = kept.get("dtype") or published.get("text_config", {}).get("dtype")
         self.architectures = [ARCHITECTURE]
-        self.model_type = MODEL_TYPE
+        self.model_type = MODEL_TYPE  # pyright: ignore[reportAttributeAccessIssue]
         config = self.model_config()
         width = config.mla.kv_lora_rank + config.mla.qk_rope_head_dim
         if config.indexer:

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
-from vllm.v1.kv_cache_interface import KVCacheLayout
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from longspan.ops.batch import StepBatch
 from longspan.ops.shard import WHOLE, Shard
@@ -123,7 +123,7 @@ class _Backend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[AttentionImpl]:
-        return Impl
+        return Impl  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:

@@ -21,7 +21,7 @@ from longspan.ops.batch import LayerView, StepBatch
 from longspan.parallel.loader import load_share
 from longspan.plugin_vllm.caches import KdaCache, MlaCache, state_dtypes, state_shapes
 from longspan.plugin_vllm.metadata import GroupStep, no_tokens
-from longspan.plugin_vllm.ranks import make_layout, use_bound_cpus
+from longspan.plugin_vllm.ranks import TrafficReport, make_layout, use_bound_cpus
 
 
 class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
@@ -34,15 +34,16 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         self.layout = make_layout(published_config(vllm_config), vllm_config)
         config = self.layout.local_config
         self._names = [f"{prefix}layers.{layer}.attention" for layer in range(config.num_layers)]
-        self.caches = nn.ModuleList(
+        self.caches: list[MlaCache | KdaCache] = [
             MlaCache(config, self._dtype)
             if config.is_full_attention(layer)
             else KdaCache(config, self._dtype)
             for layer in range(config.num_layers)
-        )
+        ]
         context = vllm_config.compilation_config.static_forward_context
         for name, cache in zip(self._names, self.caches, strict=True):
             context[name] = cache
+        self._report = TrafficReport(self.layout)
         self._idle_batch = no_tokens(self.layout.shard)
         self._idle_views = allocate_views(config, 0, 1, 0, self._dtype)
 
@@ -54,10 +55,10 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
                 f"{path} is not a directory.", remedy="Download the checkpoint and give its directory."
             )
         use_bound_cpus(select_backend())
-        self._decoder = load_share(path, self.layout, self._dtype)
+        self.decoder = load_share(path, self.layout, self._dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
-        return self._decoder.ops.embed(input_ids.long(), self._decoder.weights.embed)
+        return self.decoder.ops.embed(input_ids.long(), self.decoder.weights.embed)
 
     def forward(
         self,
@@ -69,7 +70,8 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         """input_ids [T or more], all requests of the step end to end -> hidden [the same, hidden size]."""
         assert input_ids is not None, "the model takes token ids"
         batches, views, tokens = self._step(input_ids)
-        hidden = self._decoder.hidden(batches, views, torch.arange(tokens))
+        hidden = self.decoder.hidden(batches, views, torch.arange(tokens))
+        self._report.after_step()
         return nn.functional.pad(hidden, (0, 0, 0, len(input_ids) - tokens))
 
     def _step(self, input_ids: Tensor) -> tuple[list[StepBatch], list[LayerView], int]:
@@ -79,6 +81,7 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         to compute, but the layers still have to meet the other ranks.
         """
         steps = get_forward_context().attn_metadata
+        assert not isinstance(steps, list), "micro-batches are a matter of GPUs"
         if not steps:
             return [self._idle_batch] * len(self.caches), list(self._idle_views), 0
         batches: dict[int, StepBatch] = {}
@@ -89,11 +92,12 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
             if id(step) not in batches:
                 batches[id(step)] = step.batch(input_ids[: step.num_tokens].long())
             per_layer.append(batches[id(step)])
-        return per_layer, [cache.view for cache in self.caches], per_layer[0].num_tokens
+        views = [cache.view for cache in self.caches if cache.view]
+        return per_layer, views, per_layer[0].num_tokens
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[R, hidden size] -> [R, vocabulary] float32, on every rank."""
-        return self._decoder.logits(hidden_states)
+        return self.decoder.logits(hidden_states)
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig):

