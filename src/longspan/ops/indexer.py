@@ -22,7 +22,7 @@ sorts as the tie rule says, whoever compares:
 
     order(score) << 32 | (2^32 - 1 - position)        order: the bits of a float, those of negatives flipped
 
-All ranks use one backend, which may leave out the factor 1 / sqrt(Di). Behind BROKEN a list may hold anything.
+All ranks use one backend, which may leave out the factor 1 / sqrt(Di). What follows BROKEN means nothing.
 """
 
 from __future__ import annotations
