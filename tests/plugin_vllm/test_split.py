@@ -99,8 +99,8 @@ class Split:
         return read_answer(self.decode.post("/v1/completions", body))
 
     def transferred(self) -> float:
-        """Prompt tokens whose memory came from the prefill server, since decode started."""
-        return self.decode.metric("external_prefix_cache_hits_total")
+        """Requests whose memory came from the prefill server, since decode started."""
+        return self.decode.metric("nixl_bytes_transferred_count")
 
     def wait_until_idle(self) -> None:
         for server in self.servers.values():
@@ -127,7 +127,7 @@ def test_one_request_after_another_and_what_decode_has_cached(split: Split) -> N
     prompts = make_prompts(1, 2, 17, 64, 65, 200, 333)
     before = split.transferred()
     assert_same([split.complete(p) for p in prompts], reference(split.checkpoint, prompts))
-    assert split.transferred() - before >= sum(len(p) - 1 for p in prompts), "decode computed prompts itself"
+    assert split.transferred() - before >= len(prompts) - 1, "decode computed prompts itself"
     tail = make_prompts(30, seed=1)[0]
     again = [prompts[5], prompts[5][:150] + tail, prompts[6] + tail]
     before, cached = split.transferred(), split.decode.metric("prefix_cache_hits_total")
@@ -150,7 +150,7 @@ def test_fifty_requests_at_once(split: Split) -> None:
 
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert_same(list(pool.map(one, range(len(prompts)))), want)
-    assert split.transferred() > before
+    assert split.transferred() - before >= len(prompts) / 2
     split.wait_until_idle()
 
 
@@ -162,12 +162,10 @@ def test_memory_whose_lease_is_over_is_not_used(split: Split) -> None:
     split.prefill.wait_until_idle(LEASE_S + 20)
     for other in others:
         split.prefill.complete(other, 1)
-    before = split.transferred()
     answer = read_answer(split.decode.post("/v1/completions", late))
     assert_same([answer], reference(split.checkpoint, [prompt]))
-    assert "lease" in split.decode.log()
+    assert "lease_over" in split.decode.log()
     split.wait_until_idle()
-    assert before <= split.transferred()
 
 
 def test_clients_that_leave_hold_no_memory(split: Split) -> None:
@@ -206,7 +204,7 @@ def test_a_router_in_front_of_both(split: Split, tmp_path: Path, name: str) -> N
         assert streamed == content(front.post("/v1/chat/completions", chat))
         completed = front.post("/v1/completions", text).json()["choices"][0]
         assert read_stream(front, "/v1/completions", text) == completed["text"]
-    assert split.transferred() - before > 40, f"{name} did not split the work"
+    assert split.transferred() - before >= 2, f"{name} did not split the work"
     assert streamed == content(split.decode.post("/v1/chat/completions", chat))
     alone = split.decode.post("/v1/completions", text).json()["choices"][0]
     assert completed["text"] == alone["text"]
