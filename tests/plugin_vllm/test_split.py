@@ -7,7 +7,9 @@ server, which reads the memory of the prompt and recomputes its last token. A ro
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -59,7 +61,7 @@ class Split:
             "kv_connector": "NixlConnector",
             "kv_role": ROLES[role],
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S, "transfer_timeout": 5},
         }
         settings = {
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
@@ -179,6 +181,19 @@ def test_clients_that_leave_hold_no_memory(split: Split) -> None:
         next(response.iter_lines())
     with suppress(httpx.TimeoutException):
         split.decode.post("/v1/completions", split.fill(completion(prompt[:800], 100)), timeout=0.05)
+    split.wait_until_idle()
+
+
+def test_a_prefill_server_that_stands_still_is_not_waited_for(split: Split) -> None:
+    prompts = make_prompts(1, 110, 140, seed=7)
+    split.complete(prompts[0])  # they know each other
+    body = split.fill(completion(prompts[1], MAX_TOKENS))
+    os.killpg(split.prefill.process.pid, signal.SIGSTOP)
+    try:
+        answer = read_answer(split.decode.post("/v1/completions", body, timeout=60))
+    finally:
+        os.killpg(split.prefill.process.pid, signal.SIGCONT)
+    assert_same([answer, split.complete(prompts[2])], reference(split.checkpoint, prompts[1:]))
     split.wait_until_idle()
 
 

@@ -6,7 +6,7 @@ It pulls the memory of a prompt from the server that prefilled it. In our layout
     a block of the group of full attention        [latents | keys][latents | keys] ..
 
 vLLM 0.32 registers a region per place where a page begins. It fails without an error, so that the text is
-wrong, in three ways that are closed here:
+wrong, in the first three ways, and without an end in the fourth:
 
 1. It takes the page of a KDA layer for the distance between blocks, unless a page of full attention begins at
    the same place: states are read from, and written to, the rows of others. Here the distance is the row's.
@@ -15,6 +15,8 @@ wrong, in three ways that are closed here:
 3. The prefill server gives blocks free when their lease is over, and a decode server that comes later reads
    what others have written there since. Here the answer of prefill tells the end of the lease, and decode
    does not use what it read later: kv_load_failure_policy says whether it recomputes or fails.
+4. Neither NIXL nor vLLM notices a peer that stands still. Here a transfer has the seconds that
+   kv_connector_extra_config gives as "transfer_timeout".
 
 Peers whose pages are not ours are refused: vLLM cuts a page into smaller blocks by bytes, which holds for
 tokens outermost, but a page of ours is all latents, then all keys.
@@ -38,6 +40,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 
 from longspan.errors import ConfigError
 from longspan.plugin_vllm.policy import is_longspan
+
+TRANSFER_TIMEOUT_S = 120
 
 
 class LongspanNixlConnector(NixlPullConnector):
@@ -71,6 +75,8 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         os.sched_setaffinity(0, cores)
         self._renewals: dict[tuple[str, str], tuple[float, float]] = {}  # (engine, request) -> first, last
+        self._started: dict[str, float] = {}  # when the transfers of a request were first seen
+        self._limit_s = self.kv_transfer_config.get_from_extra_config("transfer_timeout", TRANSFER_TIMEOUT_S)
 
     def register_local_xfer_handler(self, block_size: int) -> tuple[int, np.ndarray]:
         """Called as soon as all regions are known, before the peer is told of them."""
@@ -137,6 +143,18 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         done, failed = super()._pop_done_transfers(transfers)
+        now = time.perf_counter()
+        self._started = {req_id: self._started.get(req_id, now) for req_id in transfers}
+        for req_id in [r for r, started in self._started.items() if now - started > self._limit_s]:
+            self._log_failure(failure_type="transfer_too_slow", req_id=req_id)
+            transfers[req_id] = [
+                handle
+                for handle in transfers[req_id]
+                if not self._handle_failed_transfer(req_id, handle, failed)
+            ]
+            if not transfers[req_id]:
+                del transfers[req_id]
+                done.add(req_id)
         for req_id in done - failed:
             meta = self._recving_metadata.get(req_id)
             if meta is not None and not self._is_leased(meta):
@@ -145,7 +163,7 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
 
     def _refuse(self, req_id: str, meta: ReqMeta) -> None:
         """The request fails as with a transfer that failed, but the peer is not taken for broken."""
-        self._log_failure(failure_type="lease_over", msg="The prefill server may have reused the blocks.",
-                          req_id=req_id, meta=meta)  # fmt: skip
+        message = "The prefill server may have reused the blocks."
+        self._log_failure(failure_type="lease_over", msg=message, req_id=req_id, meta=meta)
         self.xfer_stats.record_kv_expired_req()
         self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)
