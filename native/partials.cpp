@@ -14,7 +14,7 @@ namespace longspan {
 namespace {
 
 constexpr int64_t kGrain = 16;           // lines
-constexpr int64_t kAloneWork = 1 << 18;  // numbers that are not worth waking anybody
+constexpr int64_t kAloneWork = 1 << 19;  // numbers that are not worth waking anybody
 
 // out [width], part [width + 1], the last being its lse.
 void merge_line(float* out, float& lse, const float* part, int64_t width) {

@@ -44,8 +44,8 @@ def test_merging_equals_the_reference(rows: int, heads: int, width: int, scale: 
 
 def test_threads_change_no_bit(with_threads) -> None:
     torch.manual_seed(0)
-    whole = [torch.randn(40, 30, 300), torch.randn(40, 30)]
-    part = torch.randn(40, 30, 301)
+    whole = [torch.randn(70, 30, 300), torch.randn(70, 30)]
+    part = torch.randn(70, 30, 301)
     results = []
     for threads in THREADS:
         with_threads(threads)
