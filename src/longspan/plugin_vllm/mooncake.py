@@ -21,6 +21,7 @@ class LongspanMooncakeStoreConnector(MooncakeStoreConnector):
         assert worker is not None
         if worker.kv_send_thread is None:  # a server that only reads
             return
-        for request in self._get_connector_metadata().requests:
+        metadata = self._get_connector_metadata()
+        for request in metadata.requests:  # pyright: ignore[reportAttributeAccessIssue]
             if request.can_save:
                 worker.kv_send_thread.add_request(request)
