@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,8 @@ def load_hardware(name: str) -> Hardware:
 
 
 def _parse(values: dict[str, Any], where: str) -> dict[str, Hardware]:
-    sources = values.pop("sources", {})
-    tables = _Tables(where, sources)
+    sources = _table(f"{where}, [sources]", values.pop("sources", {}))
+    tables = _Tables(where, {name: _text(f"{where}, {name}", text) for name, text in sources.items()})
     return {name: tables.hardware(name, table) for name, table in values.items()}
 
 
@@ -137,8 +138,7 @@ class _Tables:
 
     def hardware(self, name: str, table: Any) -> Hardware:
         at = f"{self._where}, [{name}]"
-        if not isinstance(table, dict):
-            raise ConfigError(f"{at} is {table!r}; a table was expected.")
+        table = _table(at, table)
         legal = {"title", "kind", "engines", "schemes", "refused", *_NUMBERS}
         required = legal - {"refused"}
         if unknown := sorted(set(table) - legal):
@@ -159,7 +159,7 @@ class _Tables:
             schemes=_texts(f"{at} schemes", table["schemes"], tuple(SCHEMES)),
             refused={
                 _one_of(f"{at} refused", family, FAMILIES): self._refusal(f"{at} refused.{family}", refusal)
-                for family, refusal in table.get("refused", {}).items()
+                for family, refusal in _table(f"{at} refused", table.get("refused", {})).items()
             },
             **numbers,
         )
@@ -173,7 +173,7 @@ class _Tables:
                 remedy="Write { value = 64, source = '...' } or { value = 64, assumed = '...' }.",
             )
         value = table["value"]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
             raise ConfigError(f"{at} is {value!r}; a number above 0 was expected.")
         texts = [_text(f"{at} {kind}", table[kind]) for kind in found]
         reason = "; ".join(self._sources.get(text, text) for text in texts)
@@ -192,6 +192,12 @@ def _form(legal: set[str]) -> str:
     return f"The fields are {', '.join(sorted(legal))}."
 
 
+def _table(at: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{at} is {value!r}; a table was expected.")
+    return value
+
+
 def _text(at: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{at} is {value!r}; a text was expected.")
@@ -207,7 +213,7 @@ def _one_of(at: str, value: Any, legal: tuple[str, ...]) -> str:
 def _names(at: str, value: Any, legal: tuple[str, ...]) -> tuple[str, ...]:
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{at} is {value!r}; a list was expected.", remedy=f"Legal are {', '.join(legal)}.")
-    return tuple(_one_of(at, name, legal) for name in value)
+    return tuple(dict.fromkeys(_one_of(at, name, legal) for name in value))
 
 
 def _texts(at: str, value: Any, legal: tuple[str, ...]) -> dict[str, str]:
