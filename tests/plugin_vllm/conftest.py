@@ -26,6 +26,7 @@ class Rounds:
     answers: list[list[Answer]]
     cached: list[list[int]]  # prompt tokens that came from its prefix cache
     preemptions: int
+    asynchronous: bool  # steps were scheduled ahead
     held: list[dict[str, int]]  # by each rank: bytes of its weights, of a block's pages, of a state
 
 
@@ -72,6 +73,7 @@ def run_vllm(tmp_path: Path) -> Callable[..., Rounds]:
             [[Answer(a["token_ids"], a["logprobs"]) for a in r] for r in got["rounds"]],
             [[a["cached"] for a in r] for r in got["rounds"]],
             got["preemptions"],
+            got["asynchronous"],
             got["held"],
         )
 

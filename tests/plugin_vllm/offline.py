@@ -4,7 +4,7 @@
 
 A job is {"checkpoint", "options": keywords of LLM, "rounds": [[prompt, ..], ..], "max_tokens"}; the prompts
 of a round go in together. The answers are {"rounds": [[{"token_ids", "logprobs", "cached"}, ..], ..],
-"preemptions", "held": what each rank holds, see `Worker`}.
+"preemptions", "asynchronous", "held": what each rank holds, see `Worker`}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(job_file: str, answers_file: str) -> None:
     rounds = [[_answer(o) for o in llm.generate(_prompts(r), params, use_tqdm=False)] for r in job["rounds"]]
     preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
     held = llm.collective_rpc("held_bytes")
-    answers = {"rounds": rounds, "preemptions": preemptions, "held": held}
+    ahead = llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    answers = {"rounds": rounds, "preemptions": preemptions, "asynchronous": ahead, "held": held}
     Path(answers_file).write_text(json.dumps(answers))
 
 

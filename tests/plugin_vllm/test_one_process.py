@@ -12,7 +12,8 @@ def test_prompts_of_all_lengths_in_one_batch(vllm, checkpoint) -> None:
 
 def test_prompts_in_chunks_beside_decoding(vllm, checkpoint) -> None:
     prompts = make_prompts(3, 150, 333, 40, 97)
-    got = vllm(prompts, max_num_batched_tokens=64, max_num_seqs=3, block_size=16)
+    got = vllm(prompts, max_num_batched_tokens=64, max_num_seqs=3, block_size=16, async_scheduling=False)
+    assert not got.asynchronous
     assert_same(got.answers[0], embedded_answers(checkpoint, prompts))
 
 
@@ -42,4 +43,5 @@ def test_sequences_that_lose_their_memory_and_start_again(vllm, checkpoint) -> N
 def test_steps_scheduled_ahead(vllm, checkpoint) -> None:
     prompts = make_prompts(5, 200, 33, 90)
     got = vllm(prompts, async_scheduling=True, max_num_batched_tokens=64)
+    assert got.asynchronous
     assert_same(got.answers[0], embedded_answers(checkpoint, prompts))
