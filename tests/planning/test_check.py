@@ -82,6 +82,9 @@ def test_placeholders_fail(tmp_path: Path) -> None:
     assert finding.status == "fail" and "--hosts" in finding.remedy
 
 
+DCP = "DCP for long contexts"
+
+
 def drop(flag: str) -> Callable[[str], str]:
     return lambda text: re.sub(rf"^    {flag}.*\n", "", text, flags=re.M)
 
@@ -118,6 +121,18 @@ def put(old: str, new: str) -> Callable[[str], str]:
         ("longspan", "prefill-1.sh", put("kv_producer", "kv_consumer"), "roles"),
         ("sglang", "decode-1.sh", put("mode decode", "mode prefill"), "roles"),
         ("longspan", "prefill-1.sh", put("--data-parallel-rank 1", "--data-parallel-rank 0"), "addresses"),
+        ("longspan", "decode-0.sh", put("--port 8200", "--port 8100"), "addresses"),
+        ("vllm-ascend", "decode-0.sh", put("--port 8201", "--port 8200"), "addresses"),
+        ("sglang", "prefill-0.sh", put("8998", "8999"), "addresses"),
+        ("longspan", "decode-0.sh", put("--block-size 64", "--block-size 32"), "roles"),
+        ("longspan", "decode-*.sh", put("--block-size 64", "--block-size 32"), "roles"),
+        ("longspan", "decode-0.sh", drop("--enable-expert-parallel"), "roles"),
+        ("vllm-ascend", "decode-0.sh", put("--data-parallel-size 8", "--data-parallel-size 2"), "roles"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len 4096"), "context"),
+        ("sglang", "*-?.sh", put("-length 1048576", "-length 262144"), "context"),
+        ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size 32"), DCP),
+        ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size 0"), DCP),
+        ("sglang", "*-?.sh", put("--dcp-size 4", "--dcp-size 16"), DCP),
         ("longspan", "prefill-1.sh", put("address 10.0.0.1", "address 10.0.0.9"), "addresses"),
         ("longspan", "workers.json", put("10.0.0.7", "10.0.0.9"), "addresses"),
         ("sglang", "router.sh", put("10.0.0.5", "10.0.0.9"), "addresses"),
@@ -143,6 +158,22 @@ def test_each_point_fails_for_its_own_reason(
     assert len(failed) <= 2
 
 
+def test_flags_are_read_in_all_spellings_that_vllm_takes(launch: Path) -> None:
+    def respell(text: str) -> str:
+        text = text.replace("--tensor-parallel-size", "-tp").replace("--data-parallel-rank", "-dpn")
+        text = re.sub(r"--decode-context-parallel-size (\d+)", r"--decode_context_parallel_size=\1", text)
+        return text.replace("--mamba-cache-mode align", "--mamba_cache_mode=align")
+
+    edit(launch / "longspan", "*-?.sh", respell)
+    assert not [f for f in findings_of(launch / "longspan").values() if f.status == "fail"]
+
+
+def test_dcp_may_be_off_where_the_plan_found_that_a_rank_holds_the_context(tmp_path: Path) -> None:
+    run("kimi-linear", "--hosts", "10.0.0.1", "--json", "--output", tmp_path)
+    finding = findings_of(tmp_path)[DCP]
+    assert finding.status == "pass" and "as planned" in finding.found
+
+
 def test_a_missing_script_fails(launch: Path) -> None:
     (launch / "longspan" / "decode-3.sh").unlink()
     assert findings_of(launch / "longspan")["roles"].found == "3 decode scripts for 4 nodes"
@@ -159,6 +190,10 @@ def test_a_missing_script_fails(launch: Path) -> None:
         ({"rows": [{"skill": "add", "exact": 99.0}, {"skill": "english", "exact": None}]}, "pass"),
         ({"rows": [{"skill": "add", "exact": 99.0}, {"skill": "copy", "exact": 12.0}]}, "fail"),
         ({"rows": []}, "unknown"),
+        ({"rows": None}, "unknown"),
+        ({"rows": [{"exact": 12.0}]}, "fail"),
+        ({"rows": [{"skill": "add", "exact": "99"}]}, "unknown"),
+        ({"score": 91.0, "baseline": 92.0, "tolerance": "1"}, "unknown"),
         ({"note": "fine"}, "unknown"),
         ([], "unknown"),
         ("{", "fail"),
@@ -245,6 +280,19 @@ def test_what_is_no_launch_directory_is_refused(tmp_path: Path, launch: Path) ->
     empty.mkdir()
     with pytest.raises(ConfigError, match=r"has no plan\.json"):
         check_targets([str(empty)])
-    (launch / "longspan" / "plan.json").write_text("{}")
-    with pytest.raises(ConfigError, match="it lacks engine"):
-        check_targets([str(launch / "longspan")])
+    file = launch / "longspan" / "plan.json"
+    plan = json.loads(file.read_text())
+    for text in ("{}", "[]", "{", json.dumps(dict.fromkeys(plan)), json.dumps(plan | {"engine": "tgi"})):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="it lacks engine"):
+            check_targets([str(launch / "longspan")])
+    for field in ({"hardware": {}}, {"sides": [{}]}, {"urls": {"a": 1}}):
+        file.write_text(json.dumps(plan | field))
+        with pytest.raises(ConfigError, match=f"it lacks {next(iter(field))}"):
+            check_targets([str(launch / "longspan")])
+
+
+@pytest.mark.parametrize("target", ["ftp://10.0.0.1", "http://", "http:///v1", "localhost:8000"])
+def test_what_is_no_address_is_refused(target: str) -> None:
+    with pytest.raises(ConfigError, match="no http:// address"):
+        check_targets([target])

@@ -12,6 +12,7 @@ reach MIN_EXACT. A perplexity row has none and is passed over.
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +39,17 @@ _METRICS = (
     ("vllm:kv_cache_usage_perc", "sglang:token_usage"),
     ("vllm:prefix_cache_hits", "sglang:cache_hit_rate"),
 )
+# What all processes of a side must say with one voice, and prefill and decode too.
+_ALIKE = {
+    "TP": ("--tensor-parallel-size", "--tp-size"),
+    "DP": ("--data-parallel-size", "--dp-size"),
+    "EP": ("--enable-expert-parallel", "--ep-size"),
+    "DCP": ("--decode-context-parallel-size", "--dcp-size"),
+    "block size": ("--block-size",),
+}
+_ALIKE_ON_BOTH_SIDES = ("DCP", "block size")
+_DIVISOR = "Set it to a divisor of TP."
+_LENGTH = ("--max-model-len", "--context-length")
 _MOONCAKE_PORTS = range(20000, 36000)  # that it takes for itself on nodes of 16 devices
 
 
@@ -59,19 +71,19 @@ def check_targets(targets: Sequence[str], accuracy: Path | None = None) -> list[
     """All points of all targets, a directory or an address each. Raises ConfigError for neither."""
     findings: list[Finding] = []
     launches: list[Launch] = []
+    urls = [target for target in targets if re.fullmatch(r"https?://[^/\s]+(/\S*)?", target)]
     for target in targets:
-        if "://" in target:
+        if target in urls:
             continue
         if not Path(target).is_dir():
             raise ConfigError(
-                f"{target} is no directory.",
-                remedy="Give one of `plan --output`, or an http:// address.",
+                f"{target} is no directory, and no http:// address.",
+                remedy="Give one of `plan --output`, or an address such as http://10.0.0.1:8100.",
             )
         launches += find_launches(Path(target))
     for launch in launches:
         findings += check_launch(launch, accuracy)
     context = max((launch.plan["context"] for launch in launches), default=None)
-    urls = [target for target in targets if "://" in target]
     for url in urls:
         findings += check_server(url, context)
     if launches and not urls:
@@ -94,6 +106,7 @@ def check_launch(launch: Launch, accuracy: Path | None = None) -> Iterator[Findi
     yield _weights(where, launch)
     yield _roles(where, launch)
     yield _addresses(where, launch)
+    yield _length(where, launch)
     yield _context_parallel(where, launch)
     yield _prefix_cache(where, launch)
     yield _chunked_prefill(where, launch)
@@ -160,27 +173,30 @@ def _roles(where: str, launch: Launch) -> Finding:
             said = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role or "")
         if said != process.role:
             faults.append(f"{process.script} says {said or 'no role'}")
-    for name, flags in {
-        "TP": ("--tensor-parallel-size", "--tp-size"),
-        "DCP": ("--decode-context-parallel-size", "--dcp-size"),
-    }.items():
-        sizes = {role: {p.number(*flags) for p in launch.of_role(role)} for role in ROLES}
-        if any(len(found) > 1 for found in sizes.values()):
+    for name, flags in _ALIKE.items():
+        said = {role: {p.value(*flags) for p in launch.of_role(role)} for role in ROLES}
+        if any(len(found) > 1 for found in said.values()):
             faults.append(f"{name} differs between nodes of one side")
-        elif name == "DCP" and sizes["prefill"] != sizes["decode"]:
-            faults.append(f"{name} is {sizes['prefill']} and {sizes['decode']}")
+        elif name in _ALIKE_ON_BOTH_SIDES and said["prefill"] != said["decode"]:
+            both = [", ".join(str(value or 1) for value in said[role]) for role in ("prefill", "decode")]
+            faults.append(f"{name} is {both[0] or 'none'} for prefill, {both[1] or 'none'} for decode")
     text = "; ".join(dict.fromkeys(faults)) or launch.plan["topology"]
     return _judge(where, "roles", not faults, text, "Write the scripts again with `longspan plan --output`.")
 
 
 def _addresses(where: str, launch: Launch) -> Finding:
-    """No placeholders, no port twice, ranks complete, and the routers name every server once."""
+    """No placeholders, ports as planned and none twice, ranks complete, routers that know every server."""
     urls = [url for each in launch.plan["urls"].values() for url in each]
     faults = []
     if any(PLACEHOLDER_NETWORK in url for url in urls):
         faults.append("placeholders for addresses")
     if len(set(urls)) < len(urls):
         faults.append("two servers at one address")
+    for script, planned in launch.plan["urls"].items():
+        ports = [p.value("--port") or "none" for p in launch.processes if p.script == script]
+        wanted = [url.rpartition(":")[2] for url in planned]
+        if planned and ports and sorted(ports) != sorted(wanted):
+            faults.append(f"{script} listens on {', '.join(ports)}, and is asked on {', '.join(wanted)}")
     for role in ROLES:
         processes = launch.of_role(role)
         masters = {p.value("--data-parallel-address", "--dist-init-addr") for p in processes}
@@ -190,6 +206,9 @@ def _addresses(where: str, launch: Launch) -> Finding:
         if len(processes) > 1 and ranks != list(range(len(processes))):
             faults.append(f"ranks of {role} are {ranks}")
         for process in processes:
+            bootstrap = process.value("--disaggregation-bootstrap-port")
+            if bootstrap and not any(bootstrap in text.split() for text in launch.routers.values()):
+                faults.append(f"no router knows the bootstrap port {bootstrap} of {process.script}")
             port = process.json("--kv-transfer-config").get("kv_port")
             if str(port).isdecimal() and int(str(port)) in _MOONCAKE_PORTS:
                 faults.append(f"kv_port {port} of {process.script} is Mooncake's own")
@@ -209,23 +228,38 @@ def _names(text: str, url: str) -> bool:
     return url in text or ("-hosts" in text and host in text.split() and port in text.split())
 
 
+def _length(where: str, launch: Launch) -> Finding:
+    context = launch.plan["context"]
+    short = _scripts_of(p for p in launch.processes if p.number(*_LENGTH, default=context) < context)
+    found = f"{short} takes less than {context:,} tokens" if short else f"{context:,} tokens"
+    return _judge(where, "context", not short, found, f"Give {' or '.join(_LENGTH)} {context}.")
+
+
 def _context_parallel(where: str, launch: Launch) -> Finding:
+    """On for long contexts, unless the plan found that a rank holds them alone; a divisor of TP."""
     point, context = "DCP for long contexts", launch.plan["context"]
-    lengths = [p.number("--max-model-len", "--context-length", default=context) for p in launch.processes]
-    longest = max(lengths, default=context)
+    uneven = [p for p in launch.processes if _attention_tensor(p) % max(1, p.number(*_ALIKE["DCP"]))]
+    if uneven:
+        return Finding(where, point, "fail", f"does not divide TP in {_scripts_of(uneven)}", _DIVISOR)
+    longest = max((p.number(*_LENGTH, default=context) for p in launch.processes), default=context)
     if longest < LONG_CONTEXT:
         return Finding(where, point, "pass", f"{longest:,} tokens need none")
-    sizes = {p.number("--decode-context-parallel-size", "--dcp-size") for p in launch.processes}
+    sizes = {p.number(*_ALIKE["DCP"]) for p in launch.processes}
     if sizes and min(sizes) > 1:
         return Finding(where, point, "pass", f"DCP {', '.join(map(str, sorted(sizes)))}")
-    why = load_engine(launch.engine).without_sparse_dcp.get(launch.plan["hardware"]["name"], "")
-    return Finding(
-        where,
-        point,
-        "fail",
-        f"off, for {longest:,} tokens" + (f": {why}" if why else ""),
-        "Choose another engine or a shorter context." if why else "Set it to a divisor of TP.",
-    )
+    if why := load_engine(launch.engine).without_sparse_dcp.get(launch.plan["hardware"]["name"]):
+        remedy = "Choose another engine or a shorter context."
+        return Finding(where, point, "fail", f"off, for {longest:,} tokens: {why}", remedy)
+    planned = {side["split"].get("context", 1) for side in launch.plan["sides"]}
+    if planned == {1} and longest <= context:
+        return Finding(where, point, "pass", "off, as planned: a rank holds the whole context alone")
+    return Finding(where, point, "fail", f"off, for {longest:,} tokens", _DIVISOR)
+
+
+def _attention_tensor(process: Process) -> int:
+    """Ranks that share the heads of a sequence; SGLang counts all devices of an instance."""
+    tensor = process.number(*_ALIKE["TP"])
+    return tensor // max(1, process.number("--dp-size")) if "--tp-size" in process.flags else tensor
 
 
 def _prefix_cache(where: str, launch: Launch) -> Finding:
@@ -290,10 +324,14 @@ def _verdict(report: Any) -> tuple[bool, str] | None:
     if isinstance(report.get("passed"), bool):
         return report["passed"], "passed" if report["passed"] else "not passed"
     score, baseline, tolerance = report.get("score"), report.get("baseline"), report.get("tolerance", 0)
-    if isinstance(score, int | float) and isinstance(baseline, int | float):
+    if all(isinstance(number, int | float) for number in (score, baseline, tolerance)):
         return score >= baseline - tolerance, f"{score:g}, baseline {baseline:g}, tolerance {tolerance:g}"
-    rows = [row for row in report.get("rows", ()) if isinstance(row, dict)]
-    exact = {row["skill"]: row["exact"] for row in rows if row.get("exact") is not None}
+    rows = report.get("rows")
+    exact = {
+        row.get("skill"): row["exact"]
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, dict) and isinstance(row.get("exact"), int | float)
+    }
     if not exact:
         return None
     worst = min(exact, key=lambda skill: exact[skill])

@@ -10,10 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
+from longspan.planning.hardware import ENGINES
 
 PLAN_FILE = "plan.json"
 ROLES = ("server", "prefill", "decode")
-_FIELDS = ("engine", "family", "scheme", "context", "topology", "hardware", "sides", "urls")
+_FIELDS = {
+    "engine": str,
+    "family": str,
+    "scheme": str,
+    "context": int,
+    "topology": str,
+    "hardware": dict,
+    "sides": list,
+    "urls": dict,
+}
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpn": "--data-parallel-rank",
+    "-dcp": "--decode-context-parallel-size",
+    "-ep": "--enable-expert-parallel",
+}
 
 
 @dataclass(frozen=True)
@@ -75,12 +92,11 @@ def find_launches(directory: Path) -> list[Launch]:
 def _read(directory: Path) -> Launch:
     try:
         plan = json.loads((directory / PLAN_FILE).read_text())
-        missing = [field for field in _FIELDS if field not in plan]
-    except (ValueError, TypeError):
-        missing = list(_FIELDS)
-    if missing:
+    except ValueError:
+        plan = None
+    if wrong := _faults(plan):
         raise ConfigError(
-            f"{directory / PLAN_FILE} is no plan: it lacks {', '.join(missing)}.",
+            f"{directory / PLAN_FILE} is no plan: it lacks {', '.join(wrong)}, or has something else there.",
             remedy="Write it again with `longspan plan --output`.",
         )
     processes, routers = [], {}
@@ -97,8 +113,26 @@ def _read(directory: Path) -> Launch:
     return Launch(directory, plan, tuple(processes), routers)
 
 
+def _faults(plan: Any) -> list[str]:
+    """Fields that are not what `plan --output` writes."""
+    if not isinstance(plan, dict):
+        return list(_FIELDS)
+    wrong = [field for field, kind in _FIELDS.items() if not isinstance(plan.get(field), kind)]
+    if wrong:
+        return wrong
+    if plan["engine"] not in ENGINES:
+        wrong.append("engine")
+    if "name" not in plan["hardware"]:
+        wrong.append("hardware")
+    if not all(isinstance(side, dict) and {"role", "nodes", "split"} <= set(side) for side in plan["sides"]):
+        wrong.append("sides")
+    if not all(isinstance(urls, list) for urls in plan["urls"].values()):
+        wrong.append("urls")
+    return wrong
+
+
 def _commands(text: str) -> list[dict[str, list[str]]]:
-    """{flag: values} of every command that has flags."""
+    """{flag: values} of every command that has flags. vLLM takes underscores for hyphens, and short names."""
     found = []
     for line in re.sub(r"\\\n", " ", text).splitlines():
         if " --" not in line or line.lstrip().startswith(("#", "export ")):
@@ -110,9 +144,9 @@ def _commands(text: str) -> list[dict[str, list[str]]]:
         flags: dict[str, list[str]] = {}
         current: list[str] = []
         for word in words:
-            if word.startswith("--"):
+            if word.startswith("--") or word in _SHORT:
                 name, _, value = word.partition("=")
-                current = flags.setdefault(name, [])
+                current = flags.setdefault(_SHORT.get(name, name.replace("_", "-")), [])
                 current += [value] if value else []
             elif flags and word != "&":
                 current.append(word)
