@@ -5,6 +5,7 @@ Whatever a test does, no process outlives its block: servers run in a process gr
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -23,6 +24,7 @@ import httpx
 from support.cluster_cases import NEW_TOKENS, Answer
 
 CORES = sorted(os.sched_getaffinity(0))
+PR_SET_PDEATHSIG = 1
 SMALL = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20))
 
 
@@ -77,6 +79,11 @@ class Running:
             time.sleep(0.1)
 
 
+def die_with_parent() -> None:
+    """For a child before it becomes a server: it ends with the tests, however those end (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 @contextmanager
 def running(
     command: Sequence[str],
@@ -99,6 +106,7 @@ def running(
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {}),
                 start_new_session=True,
+                preexec_fn=die_with_parent,
             )
         server = Running(process, url, log_file)
         try:
