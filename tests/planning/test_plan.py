@@ -167,6 +167,23 @@ def test_too_few_nodes_are_refused_with_how_many_would_do() -> None:
     assert plan_of("h200x8", int(nodes[1])).sides[0].fit.sequences > 0
 
 
+def test_too_many_nodes_are_refused_with_fewer() -> None:
+    with pytest.raises(CapacityError, match=r"Give this side 2 nodes \(100000 now\)"):
+        plan_of("h200x8", 100_000)
+
+
+def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:
+    for hardware, options in {"atlas-800-a3": {"nodes": 2, "scheme": "w4a8"}, "h200x8": {"nodes": 1}}.items():
+        with pytest.raises(CapacityError) as refused:
+            plan_of(hardware, engine="sglang", **options)
+        context = re.search(r"--context (\d+)", str(refused.value.remedy))
+        assert bool(context) == (hardware == "atlas-800-a3")  # one H200 node can't even hold the weights
+        if context:
+            plan_of(hardware, engine="sglang", context=int(context[1]), **options)
+            with pytest.raises(CapacityError):
+                plan_of(hardware, engine="sglang", context=int(context[1]) + 1, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

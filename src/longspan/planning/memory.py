@@ -87,6 +87,11 @@ class RankMemory:
         """Cache and state of one sequence."""
         return self.pages_of(tokens) * self.page_bytes + self.state_per_sequence
 
+    def tokens_in(self, size: int) -> int:
+        """Of the longest sequence that takes no more bytes; 0 if not even its state fits."""
+        pages = max(0, size - self.state_per_sequence) // self.page_bytes
+        return pages * self.page_tokens * self.context_parallel
+
 
 def memory_of(
     config: ModelConfig,

@@ -254,17 +254,19 @@ def _too_small(workload: Workload, side: Side) -> CapacityError:
         )
     nearest = max(tried, key=lambda fit: fit.cache_room - fit.memory.sequence_bytes(workload.context))
     need = nearest.memory.weight_bytes + nearest.activations + nearest.memory.sequence_bytes(workload.context)
-    more = range(side.nodes + 1, _NODES_TRIED + 1)
-    enough = next((n for n in more if _fits(workload, Side(side.role, n))), None)
-    remedy = (
-        f"Give this side {enough} nodes" if enough else "More nodes do not help: shorten --context"
-    ) + f" ({side.nodes} now)."
+    counts = (*range(side.nodes + 1, _NODES_TRIED + 1), *range(1, min(side.nodes, _NODES_TRIED + 1)))
+    enough = next((n for n in counts if _fits(workload, Side(side.role, n))), None)
+    shorter = max(fit.memory.tokens_in(fit.cache_room) for fit in tried)
+    remedies = [
+        *([f"Give this side {enough} nodes ({side.nodes} now)."] if enough else []),
+        *([f"Plan for --context {shorter}."] if shorter else []),
+    ]
     return CapacityError(
         f"{side.nodes} x {hardware.title} can't {_DOES[side.role]}: the nearest split, {nearest.split}, "
         f"needs {_gb(need)} a device (weights {_gb(nearest.memory.weight_bytes)}, "
         f"activations {_gb(nearest.activations)}, one sequence of {workload.context:,} tokens "
         f"{_gb(nearest.memory.sequence_bytes(workload.context))}), and {_gb(nearest.budget)} may be used.",
-        remedy=remedy,
+        remedy=" Or: ".join(remedies) or "Choose weights of fewer bits, or other hardware.",
     )
 
 
