@@ -6,12 +6,12 @@ It pulls the memory of a prompt from the server that prefilled it. In our layout
     a block of the group of full attention        [latents | keys][latents | keys] ..
 
 vLLM 0.32 registers a region per place where a page begins. It fails without an error, so that the text is
-wrong, in the first three ways, and without an end in the fourth:
+wrong, in 1 and 3, and has no end in 4:
 
 1. It takes the page of a KDA layer for the distance between blocks, unless a page of full attention begins at
    the same place: states are read from, and written to, the rows of others. Here the distance is the row's.
-2. It copies a block of full attention through all regions, those of KDA pages too; with tensor ranks of other
-   sizes these are not the same bytes on both sides. Here the block goes through its own regions only.
+2. It copies a block of full attention through all regions, those of KDA pages too, which is most of the bytes
+   and writes the same ones twice. Here the block goes through its own regions only.
 3. The prefill server gives blocks free when their lease is over, and a decode server that comes later reads
    what others have written there since. Here the answer of prefill tells the end of the lease, and decode
    does not use what it read later: kv_load_failure_policy says whether it recomputes or fails.
@@ -96,19 +96,19 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
     ) -> None:
         """Raises ConfigError, and the request fails, unless the peer's pages are ours."""
 
-        def pages(block_size, lengths, states, ranks):
+        def pages(block_size, lengths, states):
             own = [length for length, own in zip(lengths, self._region_is_mla, strict=False) if own]
-            return block_size, own, [size * ranks for size in states]
+            return block_size, own, list(states)
 
-        ours = pages(self.block_size, self.block_len_per_layer, self._mamba_ssm_size, self.world_size)
         peer = nixl_agent_meta
-        theirs = pages(peer.block_size, peer.block_lens, peer.ssm_sizes, remote_tp_size)
+        ours = pages(self.block_size, self.block_len_per_layer, self._mamba_ssm_size)
+        theirs = pages(peer.block_size, peer.block_lens, peer.ssm_sizes)
         if ours != theirs:
             form = "{} tokens a block, pages of {} bytes, window and state of {} bytes"
             raise ConfigError(
                 f"The pages of the prefill server are of {form.format(*theirs)}; here they are of "
                 f"{form.format(*ours)}.",
-                remedy="Start both servers with the same model, --dtype and --block-size.",
+                remedy="Start both with the same model, --dtype, --block-size and --tensor-parallel-size.",
             )
         super()._validate_remote_agent_handshake(nixl_agent_meta, remote_tp_size, remote_dcp_size)
 
