@@ -12,6 +12,7 @@ import pytest
 
 from longspan.config import load_config
 from longspan.errors import CapacityError, ConfigError
+from longspan.memory.sizes import bytes_per_token
 from longspan.planning import command
 from longspan.planning.derivation import Line, derive
 from longspan.planning.engines import load_engine
@@ -22,6 +23,7 @@ from longspan.planning.schemes import SCHEMES
 from longspan.planning.split import Split, legal_splits
 from longspan.planning.topology import parse_topology
 from longspan.planning.traffic import decode_reads, handoff_bytes, received_per_token
+from longspan.plugin_vllm.policy import default_block_size
 
 DOCS = Path(__file__).parents[2] / "docs"
 CASE = [
@@ -131,6 +133,28 @@ def test_an_engine_without_dcp_for_sparse_attention_gets_none_and_says_why() -> 
     assert any("not supported on Ascend 950" in reason for reason in side.reasons)
     (free,) = plan_of("ascend-950dt", 8, scheme="w4a8").sides
     assert free.fit.split.context > 1
+
+
+def test_engines_whose_ranks_need_as_many_experts_get_splits_that_give_them() -> None:
+    uneven = plan_of("atlas-800-a3", 3, scheme="w4a8", engine="vllm-ascend").sides[0].fit.split
+    assert 896 % uneven.expert
+    with pytest.raises(CapacityError, match="Give this side 4 nodes"):
+        plan_of("atlas-800-a3", 3, scheme="w4a8", engine="sglang")
+
+
+@pytest.mark.parametrize(("model", "scheme"), [("kimi-k3.1-pro", "mxfp4"), ("kimi-linear", "bf16")])
+@pytest.mark.parametrize("split", [Split(), Split(2, context=2)], ids=str)
+def test_pages_of_our_plugin_are_its_blocks_which_have_room_for_a_state(
+    model: str, scheme: str, split: Split
+) -> None:
+    config = load_model_config(model)
+    workload = Workload(config, bundled()["epyc-2s"], load_engine("longspan"), SCHEMES[scheme], 4096)
+    memory = fit_of(workload, split, 512).memory
+    assert memory.page_tokens == default_block_size(config, split.tensor, 2)
+    kda_layers = config.num_layers - len(config.full_attention_layers)
+    pages = memory.page_tokens * bytes_per_token(config).total
+    assert memory.page_bytes == max(pages, memory.state_per_sequence // kda_layers)
+    assert memory.page_bytes < 1.1 * pages
 
 
 def test_whole_index_keys_cost_sequences() -> None:

@@ -394,7 +394,7 @@ def derive(plan: Plan) -> str:
         f"# {plan.model} on {plan.nodes} x {hardware.name}, {plan.topology}, {workload.context:,} tokens, "
         f"{workload.scheme.name}",
         f"`{command}` writes this page. Every number is of one rank of a replica unless it says otherwise; "
-        f"P is {workload.engine.page_tokens} tokens a page, units are decimal.",
+        f"P is {plan.sides[-1].fit.memory.page_tokens} tokens a page, units are decimal.",
         f"{hardware.title}. {scheme_text(workload)} Memory is laid out as {workload.engine.title} does.",
         "\n".join(
             [

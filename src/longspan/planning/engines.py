@@ -17,12 +17,13 @@ class Engine:
     name: str
     title: str
     indexes_whole: bool
-    page_tokens: int
     vision: bool
     source: str
     flags: tuple[str, ...]
     variables: tuple[str, ...]
     notes: tuple[str, ...]
+    page_tokens: int | None = None  # None: as our plugin chooses, where blocks hold pages or states
+    even_experts: bool = False  # every rank must have as many
     without_sparse_dcp: Mapping[str, str] = field(default_factory=dict)  # hardware -> why
 
 

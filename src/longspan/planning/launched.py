@@ -94,7 +94,8 @@ def _read(directory: Path) -> Launch:
         plan = json.loads((directory / PLAN_FILE).read_text())
     except ValueError:
         plan = None
-    if wrong := _faults(plan):
+    wrong = _faults(plan)
+    if wrong or plan is None:
         raise ConfigError(
             f"{directory / PLAN_FILE} is no plan: it lacks {', '.join(wrong)}, or has something else there.",
             remedy="Write it again with `longspan plan --output`.",

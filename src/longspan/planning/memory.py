@@ -103,11 +103,13 @@ def memory_of(
     indexes_whole: bool = False,
     vision: bool = False,
     page_tokens: int = 64,
+    states_in_blocks: bool = False,
 ) -> RankMemory:
     """Bytes of one rank, the one with most experts. `scheme` None: weights as published.
 
     `element_bytes` of the cache and of what is published in bfloat16; `indexes_whole`: index keys are not
-    dealt over the DCP ranks. Raises CapacityError if the split is not legal.
+    dealt over the DCP ranks; `states_in_blocks`: pages take blocks that have room for a layer's state.
+    Raises CapacityError if the split is not legal.
     """
     split.check(config)
     scheme = scheme or published_scheme(config)
@@ -115,6 +117,9 @@ def memory_of(
     sequence = bytes_per_sequence(config, element_bytes)
     own_keys = split.context if indexes_whole else 1
     page = page_tokens * (token.latent + token.index_key * own_keys)
+    if states_in_blocks:
+        kda_layers = config.num_layers - len(config.full_attention_layers)
+        page = max(page, ceil(sequence.total / (split.tensor * kda_layers)))
     return RankMemory(
         weights=_weights(config, split, scheme, element_bytes, vision),
         latent_per_token=token.latent / split.context,

@@ -30,6 +30,7 @@ from longspan.planning.traffic import (
     received_per_token,
     step_seconds,
 )
+from longspan.plugin_vllm.policy import default_block_size
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a step that prefills
 ACTIVATION_PART = 0.1  # of the usable memory, at most, unless even the smallest chunk takes more
@@ -169,6 +170,7 @@ def _side_plan(workload: Workload, side: Side, fit: Fit, reasons: tuple[str, ...
 def fit_of(workload: Workload, split: Split, step_tokens: int) -> Fit:
     """How much of `workload` this split holds; no sequence at all if even the weights are too much."""
     config, hardware, context = workload.config, workload.hardware, workload.context
+    page_tokens = workload.engine.page_tokens
     memory = memory_of(
         config,
         split,
@@ -176,7 +178,8 @@ def fit_of(workload: Workload, split: Split, step_tokens: int) -> Fit:
         index_key_dtype=workload.index_key_dtype,
         indexes_whole=workload.engine.indexes_whole,
         vision=workload.engine.vision,
-        page_tokens=workload.engine.page_tokens,
+        page_tokens=page_tokens or default_block_size(config, split.tensor, element_bytes=2),
+        states_in_blocks=page_tokens is None,
     )
     budget = hardware.memory_bytes - hardware.reserve_bytes
     rows = min(step_tokens, MAX_SEQUENCES)
@@ -192,10 +195,19 @@ def fit_of(workload: Workload, split: Split, step_tokens: int) -> Fit:
 
 
 def _candidates(workload: Workload, side: Side) -> Iterator[Split]:
-    no_dcp = workload.config.indexer and workload.engine.without_sparse_dcp.get(workload.hardware.name)
     for split in legal_splits(workload.config, side.nodes, workload.hardware.devices):
-        if split.context == 1 or not no_dcp:
+        if _runs(workload, split):
             yield split
+
+
+def _runs(workload: Workload, split: Split) -> bool:
+    """Whether the model can be dealt so, and the engine does it."""
+    config, engine = workload.config, workload.engine
+    if split.context > 1 and config.indexer and workload.hardware.name in engine.without_sparse_dcp:
+        return False
+    if engine.even_experts and config.moe.num_experts % split.expert:
+        return False
+    return not reasons_against(config, split)
 
 
 def _chunks(side: Side) -> tuple[int, ...]:
@@ -240,7 +252,7 @@ def _largest_step(workload: Workload, split: Split, chunks: tuple[int, ...]) -> 
 def _prefill(workload: Workload, side: Side, decode: Split) -> Fit | None:
     """Decode's TP and DCP on these nodes, with the largest chunk."""
     split = replace(decode, data=side.nodes * workload.hardware.devices // decode.tensor)
-    return None if reasons_against(workload.config, split) else _largest_step(workload, split, CHUNKS)
+    return _largest_step(workload, split, CHUNKS) if _runs(workload, split) else None
 
 
 def _too_small(workload: Workload, side: Side) -> CapacityError:
@@ -281,7 +293,7 @@ def _decode_reasons(workload: Workload, side: Side, best: Fit) -> tuple[str, ...
     ]
 
     def against(what: str, other: Split) -> None:
-        if other == split or reasons_against(workload.config, other):
+        if other == split or not _runs(workload, other):
             return
         fit = fit_of(workload, other, best.step_tokens)
         reasons.append(f"{what}: with {other} {_rate(fit)}")

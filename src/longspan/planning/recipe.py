@@ -234,7 +234,7 @@ def _vllm_ascend(
             *mode,
             ("--additional-config", packed(options)),
             ("--seed", "1024"),
-            ("--safetensors_load_strategy", "prefetch"),
+            ("--safetensors-load-strategy", "prefetch"),
             ("--mm-encoder-tp-mode", "data"),
             ("--skip-mm-profiling", None),
             ("--limit-mm-per-prompt", packed({"vision_chunk": 2})),

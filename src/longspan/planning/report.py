@@ -139,11 +139,18 @@ def _print_side(console: Any, plan: Plan, side: SidePlan) -> None:
     sequences = fit.sequences * memory.sequence_bytes(n)
     rows = [(part, size) for part, size in memory.weights.items()]
     rows += [("activations", fit.activations), ("runtime reserve", hardware.reserve_bytes)]
-    rows += [
-        (f"{fit.sequences} sequences: latents", int(fit.sequences * memory.latent_per_token * n)),
-        ("  index keys", int(fit.sequences * memory.index_per_token * n)),
+    cache = [
+        (
+            f"{fit.sequences} sequence{'s' * (fit.sequences > 1)}: latents",
+            fit.sequences * memory.latent_per_token * n,
+        ),
+        ("  index keys", fit.sequences * memory.index_per_token * n),
         ("  KDA states", fit.sequences * memory.recurrent_per_sequence),
         ("  convolution windows", fit.sequences * memory.conv_per_sequence),
+    ]
+    rows += [
+        *cache,
+        ("  unfilled pages", sequences - sum(size for _, size in cache)),
         ("free", fit.cache_room - sequences),
         ("device", whole),
     ]
@@ -155,7 +162,7 @@ def _print_side(console: Any, plan: Plan, side: SidePlan) -> None:
         right=2,
     )
     console.print(
-        f"Fits: {fit.sequences} sequences of {n:,} tokens in each of {split.data} replicas "
+        f"Fits: {fit.sequences} x {n:,} tokens in each of {split.data} replica{'s' * (split.data > 1)} "
         f"({fit.sequences * split.data} on this side), or {side.pages:,} pages of "
         f"{memory.page_tokens * split.context:,} tokens.\n"
     )
