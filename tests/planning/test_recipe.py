@@ -98,13 +98,15 @@ def test_no_two_servers_share_an_address_and_routers_know_them_all(case: tuple) 
 
 
 def test_sides_of_a_split_are_a_producer_and_a_consumer() -> None:
-    for engine in ("longspan", "vllm-ascend"):
-        for script in recipe_of("atlas-800-a3", engine, 8, "4p4d", "w4a8").scripts:
-            for command in script.commands:
-                if script.role == "router":
-                    continue
-                config = json.loads(str(dict(command.flags)["--kv-transfer-config"]))
-                assert config["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[script.role]
+    for script in recipe_of("atlas-800-a3", "vllm-ascend", 8, "4p4d", "w4a8").scripts:
+        for command in script.commands:
+            if script.role == "router":
+                continue
+            config = json.loads(str(dict(command.flags)["--kv-transfer-config"]))
+            assert config["kv_role"] == {"prefill": "kv_producer", "decode": "kv_consumer"}[script.role]
+    for script in recipe_of("epyc-2s", "longspan", 2, "1p1d", "mxfp4").scripts:
+        if script.role != "router":
+            assert dict(script.flags)["--role"] == script.role
     for script in recipe_of("h200x8", "sglang", 4, "2p2d", "mxfp4").scripts:
         if script.role != "router":
             assert dict(script.flags)["--disaggregation-mode"] == script.role

@@ -11,6 +11,7 @@ from longspan.planning.hardware import bundled
 from longspan.planning.models import load_model_config
 from longspan.planning.plan import make_plan
 from longspan.planning.recipe import make_recipe
+from longspan.plugin_vllm.cluster import take_role
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,9 @@ def test_vllm_takes_every_flag(hardware: str, nodes: int, topology: str, scheme:
             continue
         for command in script.commands:
             words = [w for flag, value in command.flags for w in (flag, value) if w is not None]
-            parsed = parser.parse_args([str(word) for word in words])
+            role, words = take_role([str(word) for word in words])
+            assert role == (None if script.role == "server" else script.role)
+            parsed = parser.parse_args(words)
             split = next(side.fit.split for side in plan.sides if side.role == script.role)
             assert parsed.tensor_parallel_size == split.tensor
             assert parsed.decode_context_parallel_size == split.context

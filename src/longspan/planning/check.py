@@ -170,7 +170,8 @@ def _roles(where: str, launch: Launch) -> Finding:
         said = process.value("--disaggregation-mode")
         if launch.engine != "sglang":
             kv_role = process.json("--kv-transfer-config").get("kv_role")
-            said = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role or "")
+            kv_said = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role or "")
+            said = process.value("--role") or kv_said
         if said != process.role:
             faults.append(f"{process.script} says {said or 'no role'}")
     for name, flags in _ALIKE.items():

@@ -27,7 +27,6 @@ from longspan.planning.scripts import (
 MODEL = "$MODEL_PATH"
 SERVED_NAME = "kimi"
 RPC_PORTS = {"server": 13345, "prefill": 13345, "decode": 13346}
-NIXL_PORTS = {"server": 5600, "prefill": 5600, "decode": 5700}
 # Mooncake on Ascend takes 20000 to 35999 of a node with 16 devices for itself.
 KV_PORTS = {"prefill": 36000, "decode": 36200}
 BOOTSTRAP_PORT = 8998
@@ -138,20 +137,14 @@ def _longspan(
     host = hosts[number]
     variables = _node_variables(model_path)
     is_cpu = plan.workload.hardware.kind == "cpu"
-    memory: list[Flag] = []
     if is_cpu:
-        variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, side.fit.cache_room // 2**30))
+        memory: list[Flag] = [("--kv-cache-memory-bytes", str(side.fit.cache_room))]
     else:
         memory = [("--gpu-memory-utilization", f"{plan.workload.hardware.usable.value:g}")]
-    transfer: list[Flag] = []
+    role: list[Flag] = []
     if plan.disaggregated:
-        variables |= {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(NIXL_PORTS[side.role]),
-            "VLLM_SSM_CONV_STATE_LAYOUT": "DS",
-        }
-        connector = {"kv_connector": "NixlConnector", "kv_role": _KV_ROLES[side.role]}
-        transfer = [("--kv-transfer-config", packed(connector))]
+        variables["VLLM_NIXL_SIDE_CHANNEL_HOST"] = host
+        role = [("--role", side.role)]
     commands, urls = [], []
     for local, rank in _replicas(plan, side, number):
         port = HTTP_PORTS[side.role] + local
@@ -165,7 +158,7 @@ def _longspan(
             *_length_flags(plan, side),
             ("--enable-chunked-prefill", None),
             *memory,
-            *transfer,
+            *role,
         ]
         head = ("longspan", "cluster", "serve", MODEL)
         if is_cpu and side.fit.split.tensor < plan.workload.hardware.devices:
