@@ -23,7 +23,6 @@ def test_its_requests_end_with_an_error_and_the_server_ends(chatting, flags: tup
     prompt = make_prompts(40)[0]
     flags = (*SMALL, "--tensor-parallel-size", "2", *flags)
     with vllm_server(chatting, PORT, *flags, cores=(0, 1)) as server:
-        before = server.complete(prompt)
         victim = ranks_of(server)[1]
         seen: list[str] = []
         reader = threading.Thread(target=stream, args=(server, prompt, seen))
@@ -39,8 +38,6 @@ def test_its_requests_end_with_an_error_and_the_server_ends(chatting, flags: tup
         assert not any('"finish_reason":"' in event for event in seen), "a cut answer looks whole"
         assert server.process.wait(LIMIT_S) is not None, "the server goes on without a rank"
         assert not still_running(server), "processes stay behind"
-    with vllm_server(chatting, PORT, *flags, cores=(0, 1)) as server:
-        assert server.complete(prompt) == before
 
 
 def stream(server: Running, prompt: list[int], seen: list[str]) -> None:
