@@ -308,10 +308,26 @@ def test_a_checkpoint_directory_can_be_planned_for(tiny_dir: Path, capsys) -> No
     assert (report["model"], report["hardware"]["name"]) == (tiny_dir.name, "epyc-2s")
 
 
+def test_a_document_names_the_command_that_makes_it(tiny_dir: Path, capsys) -> None:
+    assert run(tiny_dir, "--context", 4096, "--index-key-dtype", "int8", "--markdown") == 0
+    page = capsys.readouterr().out
+    command = re.search(r"`longspan plan (.*)` writes this page", page)
+    assert command and run(*command[1].split()) == 0
+    assert capsys.readouterr().out == page
+
+
+def test_a_document_and_scripts_can_be_written_at_once(tmp_path: Path, capsys) -> None:
+    assert run("kimi-linear", "--context", 4096, "--markdown", "--output", tmp_path) == 0
+    assert capsys.readouterr().out.startswith("# kimi-linear")
+    assert (tmp_path / "longspan" / "server-0.sh").is_file()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--engine", "vllm-ascend"],
+        ["--hosts", "10.0.0.1,10.0.0.2"],
+        ["--index-key-dtype", "int8", "--output", "never-written"],
         ["nowhere"],
         ["--hardware", "abacus"],
     ],

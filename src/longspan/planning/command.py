@@ -90,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="write the plan and the launch scripts of every engine here",
     )
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    group.add_argument(
+    form = group.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    form.add_argument(
         "--markdown", action="store_true", help="print every number as formula, inserted values and result"
     )
     group = parser.add_argument_group("before going live")
@@ -128,6 +129,16 @@ def _plan(args: argparse.Namespace) -> int:
     from longspan.planning.plan import Plan, make_plan
     from longspan.planning.report import as_json, print_plan
 
+    if args.hosts and len(args.hosts) != args.nodes:
+        raise CapacityError(
+            f"{len(args.hosts)} addresses were given for {args.nodes} nodes.",
+            remedy="Give one for each node.",
+        )
+    if args.output and args.index_key_dtype != "auto":
+        raise CapacityError(
+            f"No server that these scripts start keeps index keys in {args.index_key_dtype}.",
+            remedy="Leave --output or --index-key-dtype out.",
+        )
     hardware = load_hardware(args.hardware)
     config = load_model_config(args.model)
     context = args.context or config.max_position
@@ -160,18 +171,17 @@ def _plan(args: argparse.Namespace) -> int:
             except CapacityError as error:
                 yield engine, str(error)
 
-    if args.markdown:
-        print(derive(plan), end="")
-        return 0
-    plans = list(each())
+    plans = list(each()) if args.output or not args.markdown else []
     others = plans if len(plans) > 1 else []
     if args.json:
         print(json.dumps(as_json(plan, others), indent=2))
+    elif args.markdown:
+        print(derive(plan, args.model, args.hardware), end="")
     else:
         print_plan(plan, others)
     if args.output:
         _write(args, plans)
-        if not args.json:
+        if not args.json and not args.markdown:
             print(
                 f"Scripts are in {args.output}/{{{','.join(e for e, p in plans if not isinstance(p, str))}}}."
             )

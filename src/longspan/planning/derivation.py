@@ -381,14 +381,19 @@ def scheme_text(workload: Workload) -> str:
     return f"{workload.scheme.name}: {here + '; ' if here else ''}{workload.scheme.note}."
 
 
-def derive(plan: Plan) -> str:
-    """The document. Raises ConfigError if formula and plan disagree."""
+def derive(plan: Plan, model: str = "", hardware_name: str = "") -> str:
+    """The document. Raises ConfigError if formula and plan disagree.
+
+    `model` and `hardware_name`: as the user gave them, a path perhaps, for the command that it states.
+    """
     workload = plan.workload
     hardware = workload.hardware
     command = (
-        f"longspan plan {plan.model} --hardware {hardware.name} --nodes {plan.nodes} --context "
-        f"{workload.context} --scheme {workload.scheme.name} --topology {plan.topology} --engine "
-        f"{workload.engine.name} --markdown"
+        f"longspan plan {model or plan.model} --hardware {hardware_name or hardware.name} "
+        f"--nodes {plan.nodes} --context {workload.context} --scheme {workload.scheme.name} "
+        f"--topology {plan.topology} --engine {workload.engine.name} "
+        + (f"--index-key-dtype {workload.index_key_dtype} " if workload.index_key_dtype != "auto" else "")
+        + "--markdown"
     )
     parts = [
         f"# {plan.model} on {plan.nodes} x {hardware.name}, {plan.topology}, {workload.context:,} tokens, "

@@ -125,9 +125,10 @@ def print_plan(plan: Plan, others: Sequence[Summary] = ()) -> None:
         console.print(f"note: {note}")
     if workload.engine.name == "longspan" and workload.hardware.kind != "cpu":
         console.print(
-            "note: Longspan's own kernels are for CPUs; here its operators would run as the torch reference. "
-            f"Start {' or '.join(e for e in workload.hardware.engines if e != 'longspan')} on this hardware."
+            "note: Longspan computes on CPUs and refuses to start here; this is its layout of memory."
         )
+        if able := [engine for engine in workload.hardware.engines if engine != "longspan"]:
+            console.print(f"note: Start {' or '.join(able)} on this hardware.")
 
 
 def _print_side(console: Any, plan: Plan, side: SidePlan) -> None:
