@@ -51,10 +51,6 @@ def test_a_checkpoint_that_cannot_chat_gets_no_parsers(tmp_path):
     assert cluster.flags_for(str(tmp_path), ["--port", "1"]) == ["--port", "1"]
 
 
-def test_a_checkpoint_of_the_hub_is_taken_to_chat():
-    assert cluster.flags_for("moonshotai/Kimi-K3", []) == PARSERS
-
-
 def test_a_second_model_is_refused(tiny_dir):
     with pytest.raises(ConfigError, match="--model was given"):
         cluster.flags_for(str(tiny_dir), ["--model=other"])

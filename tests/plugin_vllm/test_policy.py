@@ -37,14 +37,24 @@ def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
     [
         ({"kv_cache_dtype": "fp8"}, "kv-cache-dtype fp8"),
         ({"load_format": "dummy"}, "load-format dummy"),
+        ({"dtype": "float16"}, "float16.*bfloat16"),
+        ({"mamba_cache_dtype": "float32", "dtype": "bfloat16"}, "mamba-cache-dtype float32"),
+        ({"enable_prompt_embeds": True}, "enable-prompt-embeds"),
+        ({"runner": "pooling", "dtype": "float32"}, "runner pooling"),
+        ({"hf_overrides": {"num_experts_per_tok": 1}}, "hf-overrides"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative-config"),
     ],
-    ids=["cache", "weights", "speculation"],
+    ids=["cache", "weights", "type", "states", "embeddings", "pooling", "overrides", "speculation"],
 )
 def test_what_the_model_would_not_honour_is_refused(option, named: str, checkpoint) -> None:
     args = EngineArgs(str(checkpoint), max_model_len=256, skip_tokenizer_init=True, **option)
     with pytest.raises(Exception, match=named):
         args.create_engine_config()
+
+
+def test_a_name_on_the_hub_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"not a directory.*Download"):
+        policy.require_directory("moonshotai/Kimi-K3")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16, 32])

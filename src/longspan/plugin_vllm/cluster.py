@@ -24,12 +24,16 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 
 from longspan.chat import Tokenizer
 from longspan.chat.xtml import CONTROL_TOKENS
 from longspan.errors import ConfigError
-from longspan.plugin_vllm.policy import CHAT_NAME, installed_release, require_tested_release
+from longspan.plugin_vllm.policy import (
+    CHAT_NAME,
+    installed_release,
+    require_directory,
+    require_tested_release,
+)
 
 SERVER = "vllm.entrypoints.openai.api_server"
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -42,7 +46,7 @@ SIDE_PORT_OFFSET = 10000  # from the port of HTTP, so that servers of one host d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="the checkpoint: a directory, or a repository of the Hugging Face hub")
+    parser.add_argument("model", help="the directory of a checkpoint")
     parser.add_argument(
         "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of vLLM's server, passed on unchanged"
     )
@@ -52,6 +56,7 @@ def main(args: argparse.Namespace) -> int:
     """Becomes the server. Raises ConfigError where vLLM is missing, of an untested release or can't start."""
     require_tested_release()
     require_importable(USELESS)
+    require_directory(args.model)
     role, flags = take_role(args.flags)
     command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, flags)]
     environment = dict(os.environ)
@@ -173,8 +178,6 @@ def _number(flags: Sequence[str], *names: str) -> int | None:
 
 
 def _chats(model: str) -> bool:
-    """Whether its tokenizer has Kimi K3's control tokens. One that is not here yet is taken to have them."""
-    if not Path(model).is_dir():
-        return True
+    """Whether its tokenizer has Kimi K3's control tokens."""
     tokenizer = Tokenizer.find(model)
     return tokenizer is not None and all(token in tokenizer.special for token in CONTROL_TOKENS)

