@@ -176,6 +176,12 @@ def test_dcp_may_be_off_where_the_plan_found_that_a_rank_holds_the_context(tmp_p
     assert finding.status == "pass" and "as planned" in finding.found
 
 
+@pytest.mark.parametrize("context", [1, 64, 2048])
+def test_what_a_plan_of_a_short_context_writes_passes(context: int, tmp_path: Path) -> None:
+    run("kimi-linear", "--context", context, "--hosts", "10.0.0.1", "--json", "--output", tmp_path)
+    assert not [f for f in findings_of(tmp_path).values() if f.status == "fail"]
+
+
 def test_a_missing_script_fails(launch: Path) -> None:
     (launch / "longspan" / "decode-3.sh").unlink()
     assert findings_of(launch / "longspan")["roles"].found == "3 decode scripts for 4 nodes"

@@ -280,6 +280,9 @@ def _prefix_cache(where: str, launch: Launch) -> Finding:
 
 
 def _chunked_prefill(where: str, launch: Launch) -> Finding:
+    """Chunks shorter than the context; where the context is short, no longer than planned."""
+    planned = [side.get("fits", {}).get("step_tokens", 0) for side in launch.plan["sides"]]
+    longest = max([launch.plan["context"] - 1, *planned])
     off = [
         p
         for p in launch.processes
@@ -288,7 +291,7 @@ def _chunked_prefill(where: str, launch: Launch) -> Finding:
     whole = [
         p
         for p in launch.processes
-        if p.number("--max-num-batched-tokens", "--chunked-prefill-size") >= launch.plan["context"] > 1
+        if p.number("--max-num-batched-tokens", "--chunked-prefill-size") > longest
     ]
     bad = _scripts_of([*off, *whole])
     return _judge(
