@@ -52,7 +52,11 @@ def run_vllm(tmp_path: Path) -> Callable[..., Rounds]:
     """run_vllm(checkpoint, round, round, .., **options of vllm.LLM)."""
 
     def run(
-        checkpoint: Path, *rounds: list[list[int]], max_tokens: int = NEW_TOKENS, **options: Any
+        checkpoint: Path,
+        *rounds: list[list[int]],
+        max_tokens: int = NEW_TOKENS,
+        sampling_seed: int | None = None,
+        **options: Any,
     ) -> Rounds:
         job, answers = tmp_path / "job.json", tmp_path / "answers.json"
         job.write_text(
@@ -62,6 +66,7 @@ def run_vllm(tmp_path: Path) -> Callable[..., Rounds]:
                     "options": options,
                     "rounds": rounds,
                     "max_tokens": max_tokens,
+                    "sampling_seed": sampling_seed,
                 }
             )
         )

@@ -2,9 +2,10 @@
 
     python -m plugin_vllm.offline JOB.json ANSWERS.json
 
-A job is {"checkpoint", "options": keywords of LLM, "rounds": [[prompt, ..], ..], "max_tokens"}; the prompts
-of a round go in together. The answers are {"rounds": [[{"token_ids", "logprobs", "cached"}, ..], ..],
-"preemptions", "asynchronous", "held": what each rank holds, see `Worker`}.
+A job is {"checkpoint", "options": keywords of LLM, "rounds": [[prompt, ..], ..], "max_tokens",
+"sampling_seed": null for greedy answers}; the prompts of a round go in together. The answers are
+{"rounds": [[{"token_ids", "logprobs", "cached"}, ..], ..], "preemptions", "asynchronous", "held": what each
+rank holds, see `Worker`}.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ def main(job_file: str, answers_file: str) -> None:
         "worker_extension_cls": "plugin_vllm.offline.Worker",
     }
     llm = LLM(job["checkpoint"], **(options | job["options"]))
+    seed = job["sampling_seed"]
     params = SamplingParams(
-        temperature=0, max_tokens=job["max_tokens"], logprobs=0, ignore_eos=True, detokenize=False
+        temperature=0 if seed is None else 1,
+        seed=seed,
+        max_tokens=job["max_tokens"],
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
     )
     rounds = [[_answer(o) for o in llm.generate(_prompts(r), params, use_tqdm=False)] for r in job["rounds"]]
     preemptions = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")

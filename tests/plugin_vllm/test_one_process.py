@@ -45,3 +45,9 @@ def test_steps_scheduled_ahead(vllm, checkpoint) -> None:
     got = vllm(prompts, async_scheduling=True, max_num_batched_tokens=64)
     assert got.asynchronous
     assert_same(got.answers[0], embedded_answers(checkpoint, prompts))
+
+
+def test_a_seed_draws_the_same_whatever_the_chunks(vllm) -> None:
+    prompts = make_prompts(150, 40)
+    whole = vllm(prompts, sampling_seed=7, max_num_batched_tokens=1024)
+    assert_same(vllm(prompts, sampling_seed=7, max_num_batched_tokens=64).answers[0], whole.answers[0])

@@ -2,7 +2,7 @@
 
 For other models it is the parent, unchanged. It keeps a block size once resolved (0.32 forgets it after the
 handshake of its processes, which files wrong states in the prefix cache), lets steps be scheduled
-asynchronously, and knows the slots of decode context parallel.
+asynchronously, knows the slots of decode context parallel, and has a worker for requests with a seed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from longspan.plugin_vllm.policy import is_longspan
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+WORKER = "longspan.plugin_vllm.worker.LongspanCpuWorker"
 SLOT_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 
 
@@ -27,6 +28,8 @@ class LongspanCpuPlatform(CpuPlatform):
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         asynchronous, block_size = scheduler.async_scheduling, cache.block_size
+        if is_longspan(vllm_config) and vllm_config.parallel_config.worker_cls == "auto":
+            vllm_config.parallel_config.worker_cls = WORKER
         super().check_and_update_config(vllm_config)
         if is_longspan(vllm_config):
             scheduler.async_scheduling = asynchronous
