@@ -6,6 +6,7 @@ import os
 import re
 import time
 
+import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_dcp_group, get_ep_group, get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -71,6 +72,9 @@ def use_bound_cpus(ops: Operators) -> None:
     cpus = [int(cpu) for cpu in re.findall(r"\d+", named[0])] if named else []
     if cpus:
         os.sched_setaffinity(0, cpus)
+    # vLLM has put a warning in the place of torch's function, but two pools on the same cores would fight:
+    # native operators ask for one thread of torch.
+    torch.set_num_threads = torch._C.set_num_threads
     ops.use_threads(None, cpus)
     if cpus:
         os.sched_setaffinity(0, cpus[:1])
