@@ -122,6 +122,31 @@ def test_replicas_share_experts_whatever_tokens_each_has(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_without_tokens_send_rows_of_any_width(
+    dtype: torch.dtype, backend: str, ranks: Ranks, tmp_path: Path
+) -> None:
+    """One token, one expert for it, and rows of 33 numbers, whose bytes are no whole number of words."""
+    attention = published_config("kimi-linear")["linear_attn_config"] | {"num_heads": 2}
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 1, "num_experts_per_token": 1}
+    path = write_checkpoint(
+        tmp_path,
+        "kimi-linear",
+        hidden_size=33,
+        linear_attn_config=attention,
+        moe_intermediate_size=33,
+        **sizes,
+    )
+    split = Split(tensor=2, replicas=2, backend=backend, dtype=dtype)
+    scripts = [Script([{0: [5]}], 1, 1), Script([{}], 1, 1)]
+    traces = ranks.run(4, run_split, path, split, scripts)
+    want = longspan.load_model(path, dtype, backend).forward([5])
+    tolerance = TOLERANCE if dtype == torch.float32 else 0.1
+    for trace in traces[:2]:
+        torch.testing.assert_close(trace.logits[0][0], want, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("context", [2, 4])
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_a_prefix_of_others_goes_on_as_if_it_were_ones_own(

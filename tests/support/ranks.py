@@ -31,7 +31,11 @@ class World:
         self.rank = dist.get_rank()
         self.traffic = Traffic()
         size = dist.get_world_size()
-        self._groups = {members: dist.new_group(list(members)) for members in MEMBERS if max(members) < size}
+        self._groups = {
+            members: dist.new_group(list(members), timeout=TIMEOUT)  # its own is half an hour
+            for members in MEMBERS
+            if max(members) < size
+        }
 
     def group(self, *members: int) -> Group:
         """The group of these ranks, of which this is one."""

@@ -87,8 +87,13 @@ class ExpertParallel:
 
 
 def _bytes(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(torch.uint8)
+    return _dense(rows).view(torch.uint8)
 
 
 def _values(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    return rows.contiguous().view(dtype)
+    return _dense(rows).view(dtype)
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """A copy: no rows at all count as contiguous with any strides, also with those that `view` refuses."""
+    return rows.clone(memory_format=torch.contiguous_format)
