@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import threading
@@ -12,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from support.plan_command import CASE, run
 
 from longspan.errors import ConfigError
-from longspan.planning import command
 from longspan.planning.check import Finding, check_server, check_targets
 
 HOSTS = ",".join(f"10.0.0.{n}" for n in range(1, 9))
@@ -26,29 +25,10 @@ vllm:prefix_cache_hits_total 0
 """
 
 
-def run(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.main(parser.parse_args([str(a) for a in arguments]))
-
-
 @pytest.fixture
 def launch(tmp_path: Path) -> Path:
     """Scripts of all engines for the eight-node case, with real addresses."""
-    case = [
-        "--hardware",
-        "atlas-800-a3",
-        "--nodes",
-        "8",
-        "--context",
-        "1M",
-        "--scheme",
-        "w4a8",
-        "--topology",
-        "4p4d",
-        "--json",
-    ]
-    assert run(*case, "--hosts", HOSTS, "--output", tmp_path) == 0
+    assert run(*CASE, "--json", "--hosts", HOSTS, "--output", tmp_path) == 0
     return tmp_path
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.plan_command import CASE, run
 
 from longspan.config import load_config
 from longspan.errors import CapacityError, ConfigError
 from longspan.memory.sizes import bytes_per_token
-from longspan.planning import command
 from longspan.planning.derivation import Line, derive
 from longspan.planning.engines import load_engine
 from longspan.planning.hardware import bundled
@@ -26,25 +25,7 @@ from longspan.planning.traffic import decode_reads, handoff_bytes, received_per_
 from longspan.plugin_vllm.policy import default_block_size
 
 DOCS = Path(__file__).parents[2] / "docs"
-CASE = [
-    "--hardware",
-    "atlas-800-a3",
-    "--nodes",
-    "8",
-    "--context",
-    "1M",
-    "--scheme",
-    "w4a8",
-    "--topology",
-    "4p4d",
-]
 K31 = load_model_config("kimi-k3.1-pro")
-
-
-def run(*arguments: object) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.main(parser.parse_args([str(a) for a in arguments]))
 
 
 @pytest.mark.parametrize(

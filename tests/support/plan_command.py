@@ -1,0 +1,27 @@
+"""`longspan plan` without its process."""
+
+from __future__ import annotations
+
+import argparse
+
+from longspan.planning import command
+
+CASE = "--hardware atlas-800-a3 --nodes 8 --context 1M --scheme w4a8 --topology 4p4d".split()  # noqa: SIM905
+    "--hardware",
+    "atlas-800-a3",
+    "--nodes",
+    "8",
+    "--context",
+    "1M",
+    "--scheme",
+    "w4a8",
+    "--topology",
+    "4p4d",
+]
+
+
+def run(*arguments: object) -> int:
+    """The exit code; it prints as the command does."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.main(parser.parse_args([str(a) for a in arguments]))
