@@ -6,18 +6,7 @@ import argparse
 
 from longspan.planning import command
 
-CASE = "--hardware atlas-800-a3 --nodes 8 --context 1M --scheme w4a8 --topology 4p4d".split()  # noqa: SIM905
-    "--hardware",
-    "atlas-800-a3",
-    "--nodes",
-    "8",
-    "--context",
-    "1M",
-    "--scheme",
-    "w4a8",
-    "--topology",
-    "4p4d",
-]
+CASE = "--hardware atlas-800-a3 --nodes 8 --context 1M --scheme w4a8 --topology 4p4d".split(" ")
 
 
 def run(*arguments: object) -> int:

@@ -46,6 +46,11 @@ SIDE_PORT_OFFSET = 10000  # from the port of HTTP, so that servers of one host d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--role",
+        choices=ROLES,
+        help="be this half of a prefill/decode split, over NIXL; may stand behind the model, too",
+    )
     parser.add_argument("model", help="the directory of a checkpoint")
     parser.add_argument(
         "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of vLLM's server, passed on unchanged"
@@ -54,10 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Becomes the server. Raises ConfigError where vLLM is missing, of an untested release or can't start."""
+    require_directory(args.model)
     require_tested_release()
     require_importable(USELESS)
-    require_directory(args.model)
     role, flags = take_role(args.flags)
+    role = role or args.role
     command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, flags)]
     environment = dict(os.environ)
     if environment.pop(TARGET, None):
