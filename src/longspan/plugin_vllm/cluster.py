@@ -27,6 +27,7 @@ from itertools import pairwise
 
 from longspan.chat import Tokenizer
 from longspan.chat.xtml import CONTROL_TOKENS
+from longspan.config import load_config
 from longspan.errors import ConfigError
 from longspan.plugin_vllm.policy import (
     CHAT_NAME,
@@ -51,15 +52,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=ROLES,
         help="be this half of a prefill/decode split, over NIXL; may stand behind the model, too",
     )
-    parser.add_argument("model", help="the directory of a checkpoint")
-    parser.add_argument(
-        "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="flags of vLLM's server, passed on unchanged"
+    parser.add_argument("model", type=_directory, help="the directory of a checkpoint, before vLLM's flags")
+    flags = parser.add_argument(
+        "flags",
+        nargs=argparse.REMAINDER,
+        metavar="FLAGS",
+        help="flags of vLLM's server, passed on unchanged",
     )
+    flags.required = False  # argparse would name it where only the model is missing
 
 
 def main(args: argparse.Namespace) -> int:
     """Becomes the server. Raises ConfigError where vLLM is missing, of an untested release or can't start."""
-    require_directory(args.model)
+    load_config(args.model)  # vLLM would need half a minute to say what is wrong with it
     require_tested_release()
     require_importable(USELESS)
     role, flags = take_role(args.flags)
@@ -78,6 +83,15 @@ def main(args: argparse.Namespace) -> int:
     )
     print(f"Starts vLLM {installed_release()}: {shown}", flush=True)
     os.execve(sys.executable, command, environment | added)
+
+
+def _directory(model: str) -> str:
+    """The argument, if it is a directory. A flag in front of it would have its value taken for it."""
+    try:
+        require_directory(model)
+    except ConfigError as error:
+        raise ConfigError(error.message, remedy=f"{error.remedy} It comes before vLLM's flags.") from None
+    return model
 
 
 def require_importable(names: Sequence[str]) -> None:
