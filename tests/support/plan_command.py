@@ -6,7 +6,8 @@ import argparse
 
 from longspan.planning import command
 
-CASE = "--hardware atlas-800-a3 --nodes 8 --context 1M --scheme w4a8 --topology 4p4d".split(" ")
+CLUSTER = ["--hardware", "atlas-800-a3", "--nodes", "8", "--topology", "4p4d"]
+CASE = [*CLUSTER, "--context", "1M", "--scheme", "w4a8"]
 
 
 def run(*arguments: object) -> int:

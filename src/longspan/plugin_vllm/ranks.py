@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from longspan.config import ModelConfig
 from longspan.ops.backend import Operators
-from longspan.parallel.group import ALONE, Group
+from longspan.parallel.group import Group
 from longspan.parallel.layout import Layout
 from longspan.parallel.traffic import Traffic
 
@@ -45,14 +45,14 @@ def make_layout(config: ModelConfig, vllm_config: VllmConfig) -> Layout:
 
 
 def _group(group: GroupCoordinator, traffic: Traffic) -> Group:
-    return Group(group.cpu_group, traffic) if group.world_size > 1 else ALONE
+    return Group(group.cpu_group if group.world_size > 1 else None, traffic)
 
 
 class TrafficReport:
     """What this rank received from the others, in the log while it works: by kind, token and layer."""
 
     def __init__(self, layout: Layout) -> None:
-        self._traffic = layout.tensor.traffic if layout.tensor.size > 1 else layout.expert.traffic
+        self._traffic = layout.tensor.traffic  # all groups count into the same
         self._due = time.monotonic() + REPORT_SECONDS
 
     def after_step(self) -> None:
