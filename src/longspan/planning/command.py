@@ -182,9 +182,8 @@ def _plan(args: argparse.Namespace) -> int:
     if args.output:
         _write(args, plans)
         if not args.json and not args.markdown:
-            print(
-                f"Scripts are in {args.output}/{{{','.join(e for e, p in plans if not isinstance(p, str))}}}."
-            )
+            written = [f"{args.output}/{engine}" for engine, plan in plans if not isinstance(plan, str)]
+            print(f"Scripts are in {', '.join(written)}. Next: longspan plan --check {written[0]} ADDRESS...")
     return 0
 
 
