@@ -358,7 +358,7 @@ def _routers(engine: str, scripts: Sequence[Script]) -> tuple[list[Script], dict
         (
             ("--pd-disaggregation", None),
             ("--discovery-provider", "file"),
-            ("--discovery-file", "$(dirname $0)/workers.json"),
+            ("--discovery-file", '$(dirname "$0")/workers.json'),
             *where,
             check,
         ),
