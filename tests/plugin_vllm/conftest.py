@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,15 @@ class Rounds:
     preemptions: int
     asynchronous: bool  # steps were scheduled ahead
     held: list[dict[str, int]]  # by each rank: bytes of its weights, of a block's pages, of a state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_environment() -> Iterator[None]:
+    """vLLM writes what it settles into the environment, which the servers of other modules would take up."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
