@@ -9,9 +9,15 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from longspan.engine.options import AUTO_DTYPE, ELEMENT_BYTES, EngineOptions, add_thread_arguments
+from longspan.engine.options import (
+    AUTO_DTYPE,
+    ELEMENT_BYTES,
+    EngineOptions,
+    add_index_key_argument,
+    add_thread_arguments,
+)
 from longspan.errors import CapacityError
-from longspan.memory.sizes import INDEX_KEY_DTYPES, bytes_per_sequence, bytes_per_token
+from longspan.memory.sizes import bytes_per_sequence, bytes_per_token
 
 if TYPE_CHECKING:
     from longspan.bench.report import Report
@@ -52,12 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", choices=list(ELEMENT_BYTES), default=AUTO_DTYPE, help="default: %(default)s"
     )
-    group.add_argument(
-        "--index-key-dtype",
-        choices=list(INDEX_KEY_DTYPES),
-        default="auto",
-        help="of the sparse indexer's cached keys (default: %(default)s)",
-    )
+    add_index_key_argument(group)
     group.add_argument(
         "--backend",
         metavar="NAME",

@@ -106,6 +106,16 @@ def parse_cpus(cpus: str | Iterable[int]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def add_index_key_argument(group: argparse._ArgumentGroup) -> None:
+    """Adds --index-key-dtype, which every command that sizes or makes caches has."""
+    group.add_argument(
+        "--index-key-dtype",
+        choices=list(INDEX_KEY_DTYPES),
+        default=EngineOptions.index_key_dtype,
+        help="of the sparse indexer's cached keys; int8 takes about half (default: %(default)s)",
+    )
+
+
 def add_thread_arguments(group: argparse._ArgumentGroup) -> None:
     """Adds --threads and --cpus, which every command that computes has."""
     group.add_argument(
@@ -215,12 +225,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=default.async_scheduling,
         help="prepare a step while the one before it runs (default: if a processor is left beside --threads)",
     )
-    group.add_argument(
-        "--index-key-dtype",
-        choices=list(INDEX_KEY_DTYPES),
-        default=default.index_key_dtype,
-        help="of the sparse indexer's cached keys; int8 takes about half (default: %(default)s)",
-    )
+    add_index_key_argument(group)
     add_thread_arguments(group)
     group.add_argument(
         "--seed",

@@ -24,8 +24,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from longspan.engine.options import add_index_key_argument
 from longspan.errors import CapacityError
-from longspan.memory.sizes import INDEX_KEY_DTYPES
 from longspan.planning.hardware import ENGINES, Hardware, bundled, load_hardware
 from longspan.planning.models import DEFAULT_MODEL, PUBLISHED, load_model_config
 from longspan.planning.schemes import SCHEMES, published_scheme
@@ -72,12 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=list(SCHEMES),
         help="of the weights (default: as published, mxfp4 for K3 and K3.1)",
     )
-    group.add_argument(
-        "--index-key-dtype",
-        choices=list(INDEX_KEY_DTYPES),
-        default="auto",
-        help="of the sparse indexer's cached keys (default: %(default)s)",
-    )
+    add_index_key_argument(group)
     group.add_argument(
         "--engine",
         choices=ENGINES,

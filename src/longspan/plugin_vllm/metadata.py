@@ -6,6 +6,7 @@ builder returns reaches the model under the names of the group's layers.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -78,11 +79,11 @@ class _Builder(AttentionMetadataBuilder[GroupStep]):
         block_tables, slots, states, shard = self._addresses(common, lengths)
         return GroupStep(starts, lengths - starts.diff(), block_tables, slots, states, shard)
 
+    @abstractmethod
     def _addresses(
         self, common: CommonAttentionMetadata, lengths: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Shard]:
         """Block tables, slots of the tokens, states of the sequences, and which tokens are here."""
-        raise NotImplementedError
 
 
 class MlaBuilder(_Builder):

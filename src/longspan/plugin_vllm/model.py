@@ -12,7 +12,6 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_copy_spec, get_temporal_copy_spec
 from vllm.model_executor.models.interfaces import HasInnerState, IsHybrid
 
-from longspan.config import ModelConfig, load_config
 from longspan.memory.layout import allocate_views
 from longspan.ops.backend import select_backend
 from longspan.ops.batch import LayerView, StepBatch
@@ -29,7 +28,7 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
         super().__init__()
         self._vllm_config = vllm_config
         self._dtype = vllm_config.model_config.dtype
-        self.layout = make_layout(published_config(vllm_config), vllm_config)
+        self.layout = make_layout(vllm_config.model_config.hf_config.model_config(), vllm_config)
         config = self.layout.local_config
         self._names = [f"{prefix}layers.{layer}.attention" for layer in range(config.num_layers)]
         self.caches: list[MlaCache | KdaCache] = [
@@ -94,7 +93,7 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
 
     @classmethod
     def get_mamba_state_shape_from_config(cls, vllm_config: VllmConfig):
-        config = published_config(vllm_config)
+        config = vllm_config.model_config.hf_config.model_config()
         heads = config.kda.num_heads // vllm_config.parallel_config.tensor_parallel_size
         return state_shapes(replace(config, kda=replace(config.kda, num_heads=heads)))
 
@@ -105,7 +104,3 @@ class LongspanForCausalLM(nn.Module, HasInnerState, IsHybrid):
     @classmethod
     def get_mamba_state_copy_func(cls):
         return get_conv_copy_spec, get_temporal_copy_spec
-
-
-def published_config(vllm_config: VllmConfig) -> ModelConfig:
-    return load_config(vllm_config.model_config.model)
