@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import socket
+import struct
+from collections.abc import AsyncGenerator
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
 from support.scripted import Running
+
+from longspan.serve.connection import Connection
+from longspan.serve.delivery import EventStream
+from longspan.serve.server import bind
 
 TEXT = "/v1/completions"
 
@@ -42,3 +52,38 @@ def test_a_client_in_the_middle_of_a_body_that_is_too_large_reads_why(server: Ru
             assert answers.readline().startswith(b"HTTP/1.1 413")
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert b"HTTP/1.1 200" in answers.read()
+
+
+def test_events_that_wait_for_a_client_who_has_left_are_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    """asyncio warns of every write after the fifth to a connection that is lost."""
+    written = []
+
+    async def main() -> None:
+        listener = bind("127.0.0.1", 0)
+        listener.listen()
+        client = socket.create_connection(listener.getsockname())
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        left = asyncio.Event()
+
+        async def events() -> AsyncGenerator[dict[str, Any], None]:
+            yield {}
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets
+            client.close()
+            for number in range(100):
+                written.append(number)
+                yield {}
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await (await EventStream.open(events()))(scope, receive, send)
+            left.set()
+
+        config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await asyncio.wait_for(left.wait(), 60)
+        server.should_exit = True
+        await serving
+
+    asyncio.run(main())
+    assert 1 <= len(written) <= 4
+    assert "socket.send()" not in caplog.text

@@ -94,6 +94,8 @@ class EventStream(Response):
         try:
             async for event in self._rest:
                 await send(self._event(event))
+                # A transport tells of a hang-up between two turns of the loop; till then each write is lost.
+                await asyncio.sleep(0)
         except Exception as error:
             if not isinstance(error, LongspanError):
                 logger.exception("a stream failed")
