@@ -43,8 +43,16 @@ def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
         ({"runner": "pooling", "dtype": "float32"}, "runner pooling"),
         ({"hf_overrides": {"num_experts_per_tok": 1}}, "hf-overrides"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative-config"),
+        (
+            {
+                "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"},
+                "tensor_parallel_size": 2,
+                "decode_context_parallel_size": 2,
+            },
+            "decode-context-parallel-size with NixlConnector",
+        ),
     ],
-    ids=["cache", "weights", "type", "states", "embeddings", "pooling", "overrides", "speculation"],
+    ids=["cache", "weights", "type", "states", "embeddings", "pooling", "overrides", "speculation", "DCP"],
 )
 def test_what_the_model_would_not_honour_is_refused(option, named: str, checkpoint) -> None:
     args = EngineArgs(str(checkpoint), max_model_len=256, skip_tokenizer_init=True, **option)

@@ -339,6 +339,8 @@ def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
             f"{exchanged * workload.context / workload.hardware.link_gb_s.value / 1e9:.0f} s at "
             f"{workload.hardware.link_gb_s.value:g} GB/s"
         )
+        if workload.engine.without_split_dcp:
+            reasons.append(workload.engine.without_split_dcp)
     return tuple(reasons)
 
 

@@ -157,6 +157,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtypes = ("auto", str(model.dtype).removeprefix("torch."))
+    transfer = vllm_config.kv_transfer_config
+    by_nixl = transfer is not None and transfer.has_connector("NixlConnector")
     if not current_platform.is_cpu():
         raise ConfigError(
             f"vLLM runs on {current_platform.device_name}; Longspan's operators compute on CPUs.",
@@ -173,6 +175,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in dtypes,
         f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype not in dtypes,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
+        "--decode-context-parallel-size with NixlConnector": by_nixl
+        and parallel.decode_context_parallel_size > 1,
         "--load-format dummy": vllm_config.load_config.load_format == "dummy",
     }
     for asked, refused in refusals.items():
