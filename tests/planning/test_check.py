@@ -114,6 +114,7 @@ def put(old: str, new: str) -> Callable[[str], str]:
         ("sglang", "*-?.sh", put("-length 1048576", "-length 262144"), "context"),
         ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size 32"), DCP),
         ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size 0"), DCP),
+        ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size 8"), DCP),
         ("sglang", "*-?.sh", put("--dcp-size 4", "--dcp-size 16"), DCP),
         ("longspan", "prefill-1.sh", put("address 10.0.0.1", "address 10.0.0.9"), "addresses"),
         ("longspan", "workers.json", put("10.0.0.7", "10.0.0.9"), "addresses"),

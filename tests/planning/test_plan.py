@@ -94,6 +94,15 @@ def test_prefill_and_decode_share_tp_and_dcp_for_states_go_rank_to_rank() -> Non
     assert prefill.fit.split.devices == decode.fit.split.devices == 64
 
 
+@pytest.mark.parametrize(("topology", "partial"), [("4p4d", False), ("plain", True)])
+def test_in_a_split_dcp_takes_the_tensor_group_or_none(topology: str, partial: bool) -> None:
+    """NIXL hands over no other."""
+    side = plan_of("atlas-800-a3", 8, scheme="w4a8", topology=topology).sides[-1]
+    weighed = re.findall(r"TP (\d+), DP \d+, EP \d+, DCP (\d+)", " ".join(side.reasons))
+    assert weighed
+    assert any(context not in ("1", tensor) for tensor, context in weighed) == partial
+
+
 def test_sides_of_unlike_size_share_what_fits_both() -> None:
     prefill, decode = plan_of("ascend-950dt", 8, scheme="w4a8", topology="3p5d").sides
     assert prefill.fit.split.devices == 24 and decode.fit.split.devices == 40

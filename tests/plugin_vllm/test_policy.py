@@ -32,6 +32,16 @@ def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
         policy.require_tested_release()
 
 
+def shards(connector: str, **options: object) -> dict[str, object]:
+    """The decode side of a split, with decode context parallel."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_consumer"}
+    return {
+        "kv_transfer_config": transfer,
+        "tensor_parallel_size": 2,
+        "decode_context_parallel_size": 2,
+    } | options
+
+
 @pytest.mark.parametrize(
     ("option", "named"),
     [
@@ -43,16 +53,21 @@ def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
         ({"runner": "pooling", "dtype": "float32"}, "runner pooling"),
         ({"hf_overrides": {"num_experts_per_tok": 1}}, "hf-overrides"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative-config"),
-        (
-            {
-                "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"},
-                "tensor_parallel_size": 2,
-                "decode_context_parallel_size": 2,
-            },
-            "decode-context-parallel-size with NixlConnector",
-        ),
+        (shards("NixlPullConnector"), "decode-context-parallel-size with NixlPullConnector"),
+        (shards("NixlConnector", block_size=64, cp_kv_cache_interleave_size=32), "is 32,.* give 64"),
     ],
-    ids=["cache", "weights", "type", "states", "embeddings", "pooling", "overrides", "speculation", "DCP"],
+    ids=[
+        "cache",
+        "weights",
+        "type",
+        "states",
+        "embeddings",
+        "pooling",
+        "overrides",
+        "speculation",
+        "pull",
+        "pages",
+    ],
 )
 def test_what_the_model_would_not_honour_is_refused(option, named: str, checkpoint) -> None:
     args = EngineArgs(str(checkpoint), max_model_len=256, skip_tokenizer_init=True, **option)

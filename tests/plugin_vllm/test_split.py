@@ -1,8 +1,4 @@
-"""Prefill and decode on servers of their own, NIXL between them: exact, and right or refused when one fails.
-
-A prompt goes to the prefill server first, then with what that answered (`kv_transfer_params`) to the decode
-server, which reads the memory of the prompt and recomputes its last token. A router does the same.
-"""
+"""Prefill and decode on servers of their own, NIXL between them: exact, and right or refused if one fails."""
 
 from __future__ import annotations
 
@@ -16,97 +12,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support.cluster_cases import Answer, assert_same, embedded_answers, make_prompts
-from support.cluster_servers import (
-    SMALL,
-    Running,
-    completion,
-    read_answer,
-    read_events,
-    running,
-    vllm_server,
-)
+from support.cluster_cases import Answer, assert_same, make_prompts
+from support.cluster_servers import Running, completion, read_answer, read_events, running
+from support.cluster_split import MAX_TOKENS, Split
 
-LEASE_S = 15
-PORTS = {"prefill": 18560, "decode": 18570}
-ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 ROUTER_PORT = 18580
-MAX_TOKENS = 8
-
-
-@dataclass
-class Split:
-    """Both servers. Those that a test has killed are started again by `revive`."""
-
-    checkpoint: Path
-    stack: ExitStack
-    servers: dict[str, Running] = field(default_factory=dict)
-
-    @property
-    def prefill(self) -> Running:
-        return self.servers["prefill"]
-
-    @property
-    def decode(self) -> Running:
-        return self.servers["decode"]
-
-    def start(self, role: str, *flags: str, cores: tuple[int, ...] | None = None) -> None:
-        config = {
-            "kv_connector": "NixlConnector",
-            "kv_role": ROLES[role],
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"kv_lease_duration": LEASE_S, "transfer_timeout": 5},
-        }
-        settings = {
-            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(PORTS[role] + 1),
-        }
-        server = vllm_server(
-            self.checkpoint,
-            PORTS[role],
-            *SMALL,
-            "--kv-transfer-config",
-            json.dumps(config),
-            *flags,
-            cores=cores or ((0,) if role == "prefill" else (1,)),
-            environment=settings,
-            deadline_s=None,
-        )
-        self.servers[role] = self.stack.enter_context(server)
-
-    def revive(self) -> None:
-        for role in ROLES:
-            if role not in self.servers or self.servers[role].process.poll() is not None:
-                self.start(role)
-        for server in self.servers.values():
-            server.wait_for_health()
-
-    def fill(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request to the prefill server -> the request that the decode server is to get."""
-        remote = {"do_remote_decode": True, "do_remote_prefill": False}
-        response = self.prefill.post(
-            "/v1/completions", body | {"max_tokens": 1, "stream": False, "kv_transfer_params": remote}
-        )
-        assert response.status_code == 200, response.text
-        return body | {"kv_transfer_params": response.json()["kv_transfer_params"]}
-
-    def complete(self, prompt: list[int]) -> Answer:
-        body = self.fill(completion(prompt, MAX_TOKENS))
-        return read_answer(self.decode.post("/v1/completions", body))
-
-    def transferred(self) -> float:
-        """Requests whose memory came from the prefill server, since decode started."""
-        return self.decode.metric("nixl_bytes_transferred_count")
-
-    def wait_until_idle(self) -> None:
-        for server in self.servers.values():
-            server.wait_until_idle(LEASE_S + 20)
 
 
 @pytest.fixture(scope="module")
@@ -121,19 +36,15 @@ def split(servers: Split) -> Split:
     return servers
 
 
-def reference(checkpoint: Path, prompts: list[list[int]]) -> list[Answer]:
-    return embedded_answers(checkpoint, prompts, MAX_TOKENS)
-
-
 def test_one_request_after_another_and_what_decode_has_cached(split: Split) -> None:
     prompts = make_prompts(1, 2, 17, 64, 65, 200, 333)
     before = split.transferred()
-    assert_same([split.complete(p) for p in prompts], reference(split.checkpoint, prompts))
+    assert_same([split.complete(p) for p in prompts], split.reference(prompts))
     assert split.transferred() - before >= len(prompts) - 1, "decode computed prompts itself"
     tail = make_prompts(30, seed=1)[0]
     again = [prompts[5], prompts[5][:150] + tail, prompts[6] + tail]
     before, cached = split.transferred(), split.decode.metric("prefix_cache_hits_total")
-    assert_same([split.complete(p) for p in again], reference(split.checkpoint, again))
+    assert_same([split.complete(p) for p in again], split.reference(again))
     assert split.decode.metric("prefix_cache_hits_total") > cached, "nothing came from decode's own cache"
     assert split.transferred() > before
     split.wait_until_idle()
@@ -142,7 +53,7 @@ def test_one_request_after_another_and_what_decode_has_cached(split: Split) -> N
 def test_fifty_requests_at_once(split: Split) -> None:
     rng = random.Random(0)
     prompts = make_prompts(*(rng.choice([1, 3, 30, 63, 64, 65, 128, 150]) for _ in range(25)), seed=2) * 2
-    want = reference(split.checkpoint, prompts[:25]) * 2
+    want = split.reference(prompts[:25]) * 2
     delays = [rng.uniform(0, 3) for _ in prompts]
     before = split.transferred()
 
@@ -161,11 +72,11 @@ def test_memory_whose_lease_is_over_is_not_used(split: Split) -> None:
     prompt, *others = make_prompts(100, *[100] * 6, seed=3)
     late = split.fill(completion(prompt, MAX_TOKENS))
     assert split.prefill.metric("kv_cache_usage_perc") > 0
-    split.prefill.wait_until_idle(LEASE_S + 20)
+    split.prefill.wait_until_idle(split.lease_s + 20)
     for other in others:
         split.prefill.complete(other, 1)
     answer = read_answer(split.decode.post("/v1/completions", late))
-    assert_same([answer], reference(split.checkpoint, [prompt]))
+    assert_same([answer], split.reference([prompt]))
     assert "lease_over" in split.decode.log()
     split.wait_until_idle()
 
@@ -193,7 +104,7 @@ def test_a_prefill_server_that_stands_still_is_not_waited_for(split: Split) -> N
         answer = read_answer(split.decode.post("/v1/completions", body, timeout=60))
     finally:
         os.killpg(split.prefill.process.pid, signal.SIGCONT)
-    assert_same([answer, split.complete(prompts[2])], reference(split.checkpoint, prompts[1:]))
+    assert_same([answer, split.complete(prompts[2])], split.reference(prompts[1:]))
     split.wait_until_idle()
 
 
@@ -261,18 +172,18 @@ def test_prefill_dies_before_decode_has_the_memory_and_comes_back_another(split:
     body = split.fill(completion(prompt, MAX_TOKENS))
     split.prefill.kill()
     answer = read_answer(split.decode.post("/v1/completions", body))
-    assert_same([answer], reference(split.checkpoint, [prompt]))
+    assert_same([answer], split.reference([prompt]))
     split.decode.wait_until_idle()
 
     split.start("prefill", "--block-size", "32")
     split.prefill.wait_for_health()
-    assert_same([split.complete(second)], reference(split.checkpoint, [second]))
+    assert_same([split.complete(second)], split.reference([second]))
     assert "The pages of the prefill server are" in split.decode.log(40000)
 
     split.prefill.kill()
     split.revive()
     before = split.transferred()
-    assert_same([split.complete(third)], reference(split.checkpoint, [third]))
+    assert_same([split.complete(third)], split.reference([third]))
     assert split.transferred() > before, "the new prefill server is not used"
     split.wait_until_idle()
 
@@ -300,4 +211,4 @@ def test_decode_dies_while_it_answers(split: Split) -> None:
     split.decode.kill()
     reader.join(60)
     assert seen[-1] == "broken off" and "data: [DONE]" not in seen
-    split.prefill.wait_until_idle(LEASE_S + 20)
+    split.prefill.wait_until_idle(split.lease_s + 20)

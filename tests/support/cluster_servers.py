@@ -105,7 +105,9 @@ def running(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {}),
-                start_new_session=True,
+                # A group, not a session: Linux shares cores out by session, and starves one beside a
+                # server that spins (NIXL's threads, vLLM's queues) on the same core.
+                process_group=0,
                 preexec_fn=die_with_parent,
             )
         server = Running(process, url, log_file)

@@ -237,11 +237,20 @@ def _length(where: str, launch: Launch) -> Finding:
 
 
 def _context_parallel(where: str, launch: Launch) -> Finding:
-    """On for long contexts, unless the plan found that a rank holds them alone; a divisor of TP."""
+    """On for long contexts, unless the plan found that a rank holds them alone; legal beside TP."""
     point, context = "DCP for long contexts", launch.plan["context"]
     uneven = [p for p in launch.processes if _attention_tensor(p) % max(1, p.number(*_ALIKE["DCP"]))]
     if uneven:
         return Finding(where, point, "fail", f"does not divide TP in {_scripts_of(uneven)}", _DIVISOR)
+    partial = [
+        p
+        for p in launch.processes
+        if p.role != "server" and p.number(*_ALIKE["DCP"]) not in (1, _attention_tensor(p))
+    ]
+    if partial and load_engine(launch.engine).split_dcp_whole:
+        return Finding(
+            where, point, "fail", f"less than TP in {_scripts_of(partial)}", "Set it to 1 or to TP."
+        )
     longest = max((p.number(*_LENGTH, default=context) for p in launch.processes), default=context)
     if longest < LONG_CONTEXT:
         return Finding(where, point, "pass", f"{longest:,} tokens need none")

@@ -24,7 +24,7 @@ class Engine:
     notes: tuple[str, ...]
     page_tokens: int | None = None  # None: as our plugin chooses, where blocks hold pages or states
     even_experts: bool = False  # every rank must have as many
-    without_split_dcp: str = ""  # why servers of a split with DCP do not start
+    split_dcp_whole: bool = False  # in a prefill/decode split DCP is 1 or TP
     without_sparse_dcp: Mapping[str, str] = field(default_factory=dict)  # hardware -> why
 
 

@@ -196,18 +196,25 @@ def fit_of(workload: Workload, split: Split, step_tokens: int) -> Fit:
 
 def _candidates(workload: Workload, side: Side) -> Iterator[Split]:
     for split in legal_splits(workload.config, side.nodes, workload.hardware.devices):
-        if _runs(workload, split):
+        if _runs(workload, side, split):
             yield split
 
 
-def _runs(workload: Workload, split: Split) -> bool:
+def _runs(workload: Workload, side: Side, split: Split) -> bool:
     """Whether the model can be dealt so, and the engine does it."""
     config, engine = workload.config, workload.engine
+    if _splits_wholly(workload, side) and split.context not in (1, split.tensor):
+        return False
     if split.context > 1 and config.indexer and workload.hardware.name in engine.without_sparse_dcp:
         return False
     if engine.even_experts and config.moe.num_experts % split.expert:
         return False
     return not reasons_against(config, split)
+
+
+def _splits_wholly(workload: Workload, side: Side) -> bool:
+    """Whether DCP takes the whole tensor group or nothing: the engine hands shards over so."""
+    return workload.engine.split_dcp_whole and side.role != "server"
 
 
 def _chunks(side: Side) -> tuple[int, ...]:
@@ -252,7 +259,7 @@ def _largest_step(workload: Workload, split: Split, chunks: tuple[int, ...]) -> 
 def _prefill(workload: Workload, side: Side, decode: Split) -> Fit | None:
     """Decode's TP and DCP on these nodes, with the largest chunk."""
     split = replace(decode, data=side.nodes * workload.hardware.devices // decode.tensor)
-    return _largest_step(workload, split, CHUNKS) if _runs(workload, split) else None
+    return _largest_step(workload, split, CHUNKS) if _runs(workload, side, split) else None
 
 
 def _too_small(workload: Workload, side: Side) -> CapacityError:
@@ -289,11 +296,12 @@ def _decode_reasons(workload: Workload, side: Side, best: Fit) -> tuple[str, ...
         f"{_rate(best)}, the best of {len(_fits(workload, side))} splits that fit, of "
         f"{len(list(_candidates(workload, side)))} that are legal: TP divides "
         f"{workload.config.kda.num_heads} KDA and {workload.config.mla.num_heads} MLA heads and stays inside "
-        f"a node ({hardware.devices} devices), DCP divides TP",
+        f"a node ({hardware.devices} devices), DCP "
+        + ("is 1 or TP" if _splits_wholly(workload, side) else "divides TP"),
     ]
 
     def against(what: str, other: Split) -> None:
-        if other == split or not _runs(workload, other):
+        if other == split or not _runs(workload, side, other):
             return
         fit = fit_of(workload, other, best.step_tokens)
         reasons.append(f"{what}: with {other} {_rate(fit)}")
@@ -339,8 +347,6 @@ def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
             f"{exchanged * workload.context / workload.hardware.link_gb_s.value / 1e9:.0f} s at "
             f"{workload.hardware.link_gb_s.value:g} GB/s"
         )
-        if workload.engine.without_split_dcp:
-            reasons.append(workload.engine.without_split_dcp)
     return tuple(reasons)
 
 

@@ -26,14 +26,17 @@ SLOT_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
 class LongspanCpuPlatform(CpuPlatform):
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        if not is_longspan(vllm_config):
+            super().check_and_update_config(vllm_config)
+            return
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-        asynchronous, block_size = scheduler.async_scheduling, cache.block_size
-        if is_longspan(vllm_config) and vllm_config.parallel_config.worker_cls == "auto":
+        model = vllm_config.model_config.model_arch_config
+        asynchronous, block_size, mla = scheduler.async_scheduling, cache.block_size, model.is_deepseek_mla
+        if vllm_config.parallel_config.worker_cls == "auto":
             vllm_config.parallel_config.worker_cls = WORKER
+        model.is_deepseek_mla = False  # the parent's own MLA can neither cut prompts nor cache prefixes
         super().check_and_update_config(vllm_config)
-        if is_longspan(vllm_config):
-            scheduler.async_scheduling = asynchronous
-            cache.block_size = block_size
+        scheduler.async_scheduling, cache.block_size, model.is_deepseek_mla = asynchronous, block_size, mla
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:

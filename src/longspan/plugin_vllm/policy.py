@@ -130,6 +130,29 @@ class _Defaults:
                 vllm_config.parallel_config.tensor_parallel_size,
                 vllm_config.model_config.dtype.itemsize,
             )
+        if _hands_over_shards(vllm_config):
+            _prepare_to_hand_over_shards(vllm_config)
+
+
+def _hands_over_shards(vllm_config: VllmConfig) -> bool:
+    """Whether this is a server of a prefill/decode split with decode context parallel."""
+    transfer = vllm_config.kv_transfer_config
+    by_nixl = transfer is not None and transfer.has_connector("NixlConnector")
+    return by_nixl and vllm_config.parallel_config.decode_context_parallel_size > 1
+
+
+def _prepare_to_hand_over_shards(vllm_config: VllmConfig) -> None:
+    """vLLM 0.32 wants a model that it knows to be MLA, and tokens dealt by whole blocks; this it tells its
+    workers only after the model is built. Raises ConfigError for another interleave."""
+    parallel, block = vllm_config.parallel_config, vllm_config.cache_config.block_size
+    given = None if parallel._allow_auto_resolve_cp_interleave_size else parallel.cp_kv_cache_interleave_size
+    if given not in (None, block):
+        raise ConfigError(
+            f"--cp-kv-cache-interleave-size is {given}, and NixlConnector hands over blocks of {block}.",
+            remedy=f"Leave it out, or give {block}.",
+        )
+    parallel.cp_kv_cache_interleave_size = block
+    vllm_config.model_config.model_arch_config.is_deepseek_mla = True
 
 
 def default_block_size(config: PublishedConfig, tensor_size: int, element_bytes: int) -> int:
@@ -158,7 +181,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtypes = ("auto", str(model.dtype).removeprefix("torch."))
     transfer = vllm_config.kv_transfer_config
-    by_nixl = transfer is not None and transfer.has_connector("NixlConnector")
+    by_pull = transfer is not None and transfer.has_connector("NixlPullConnector")
     if not current_platform.is_cpu():
         raise ConfigError(
             f"vLLM runs on {current_platform.device_name}; Longspan's operators compute on CPUs.",
@@ -175,7 +198,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in dtypes,
         f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype not in dtypes,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-        "--decode-context-parallel-size with NixlConnector": by_nixl
+        "--decode-context-parallel-size with NixlPullConnector, only with NixlConnector": by_pull
         and parallel.decode_context_parallel_size > 1,
         "--load-format dummy": vllm_config.load_config.load_format == "dummy",
     }
