@@ -15,7 +15,6 @@ from torch import Tensor
 from vllm.distributed import get_dcp_group
 from vllm.v1.attention.backend import (
     AttentionBackend,
-    AttentionImpl,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
@@ -117,14 +116,10 @@ class KdaBuilder(_Builder):
 
 
 class _Backend(AttentionBackend):
-    """What vLLM asks of a backend's class; the operators are called by the model itself."""
+    """What vLLM asks of a backend's class. It has no implementation: the model calls the operators itself."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float32]
     accept_output_buffer = False
-
-    @staticmethod
-    def get_impl_cls() -> type[AttentionImpl]:
-        return Impl  # pyright: ignore[reportReturnType]
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
@@ -138,14 +133,6 @@ class _Backend(AttentionBackend):
     @staticmethod
     def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, *_, **__):
         return (num_blocks, num_kv_heads, block_size, head_size)
-
-
-class Impl:
-    """Never made: vLLM reads off its class what the layer can do."""
-
-    supports_dcp = True
-    can_return_lse_for_decode = True
-    supports_pcp = False
 
 
 class MlaBackend(_Backend):
