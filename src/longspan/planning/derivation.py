@@ -15,9 +15,9 @@ from longspan.formats.inventory import A_LOG_PADDING
 from longspan.planning.memory import RankMemory
 from longspan.planning.plan import ACTIVATION_PART, MAX_SEQUENCES, Plan, SidePlan, Workload
 from longspan.planning.traffic import handoff_bytes, step_seconds
+from longspan.planning.units import show_bytes
 
 _TOLERANCE = 1e-9
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,7 @@ class Line:
 def show(value: float, unit: str = "B") -> str:
     """1.56 TB; counts with separators; times in ms."""
     if unit == "B":
-        for size, name in _UNITS:
-            if value >= size:
-                return f"{value / size:.2f} {name}"
-        return f"{value:.0f} B"
+        return show_bytes(value)
     if unit == "ms":
         return f"{value:.2f} ms"
     return f"{value:,.0f} {unit}".strip()

@@ -30,6 +30,7 @@ from longspan.planning.traffic import (
     received_per_token,
     step_seconds,
 )
+from longspan.planning.units import show_bytes
 from longspan.plugin_vllm.policy import default_block_size
 
 CHUNKS = (16384, 8192, 4096, 2048, 1024, 512)  # tokens of a step that prefills
@@ -282,9 +283,10 @@ def _too_small(workload: Workload, side: Side) -> CapacityError:
     ]
     return CapacityError(
         f"{side.nodes} x {hardware.title} can't {_DOES[side.role]}: the nearest split, {nearest.split}, "
-        f"needs {_gb(need)} a device (weights {_gb(nearest.memory.weight_bytes)}, "
-        f"activations {_gb(nearest.activations)}, one sequence of {workload.context:,} tokens "
-        f"{_gb(nearest.memory.sequence_bytes(workload.context))}), and {_gb(nearest.budget)} may be used.",
+        f"needs {show_bytes(need)} a device (weights {show_bytes(nearest.memory.weight_bytes)}, "
+        f"activations {show_bytes(nearest.activations)}, one sequence of {workload.context:,} tokens "
+        f"{show_bytes(nearest.memory.sequence_bytes(workload.context))}), "
+        f"and {show_bytes(nearest.budget)} may be used.",
         remedy=" Or: ".join(remedies) or "Choose weights of fewer bits, or other hardware.",
     )
 
@@ -324,8 +326,8 @@ def _decode_reasons(workload: Workload, side: Side, best: Fit) -> tuple[str, ...
     if workload.config.indexer and workload.engine.indexes_whole and split.context > 1:
         reasons.append(
             f"{workload.engine.title} keeps all index keys on each rank of a DCP group: "
-            f"{_gb(best.memory.index_per_token * workload.context)} of the "
-            f"{_gb(best.memory.sequence_bytes(workload.context))} a sequence takes of a rank"
+            f"{show_bytes(best.memory.index_per_token * workload.context)} of the "
+            f"{show_bytes(best.memory.sequence_bytes(workload.context))} a sequence takes of a rank"
         )
     return tuple(reasons)
 
@@ -335,15 +337,16 @@ def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
     reasons = [
         f"TP {fit.split.tensor} and DCP {fit.split.context} as on the decode side: states and pages are "
         "handed over rank by rank (vLLM's NIXL connector refuses unequal DCP with recurrent states)",
-        f"chunks of {fit.step_tokens:,} tokens: the largest whose activations ({_gb(fit.activations)}) are "
-        f"no more than {ACTIVATION_PART:.0%} of the {_gb(fit.budget)} that may be used and leave room for a "
-        f"sequence ({_gb(fit.memory.sequence_bytes(workload.context))})",
+        f"chunks of {fit.step_tokens:,} tokens: the largest whose activations "
+        f"({show_bytes(fit.activations)}) are no more than {ACTIVATION_PART:.0%} "
+        f"of the {show_bytes(fit.budget)} that may be used and leave room for a sequence "
+        f"({show_bytes(fit.memory.sequence_bytes(workload.context))})",
     ]
     if fit.split.context > 1:
         exchanged = received.candidates + received.outputs
         reasons.append(
-            f"the price of DCP {fit.split.context}: at most {_gb(exchanged * workload.context)} received by "
-            f"a rank for a whole prompt of {workload.context:,} tokens, "
+            f"the price of DCP {fit.split.context}: at most {show_bytes(exchanged * workload.context)} "
+            f"received by a rank for a whole prompt of {workload.context:,} tokens, "
             f"{exchanged * workload.context / workload.hardware.link_gb_s.value / 1e9:.0f} s at "
             f"{workload.hardware.link_gb_s.value:g} GB/s"
         )
@@ -353,13 +356,13 @@ def _prefill_reasons(workload: Workload, fit: Fit) -> tuple[str, ...]:
 def _rate(fit: Fit) -> str:
     if not fit.sequences:
         short = fit.memory.weight_bytes - fit.budget
-        return f"weights of {_gb(fit.memory.weight_bytes)} do not fit" if short > 0 else "no sequence fits"
+        return (
+            f"weights of {show_bytes(fit.memory.weight_bytes)} do not fit"
+            if short > 0
+            else "no sequence fits"
+        )
     step = fit.seconds_per_token * fit.sequences * fit.split.data
     return (
         f"{fit.sequences} x {fit.split.data} sequences, a step of {1000 * step:.1f} ms, "
         f"{1 / fit.seconds_per_token:,.0f} tokens/s at the most"
     )
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e12:.2f} TB" if size >= 1e12 else f"{size / 1e9:.2f} GB"
