@@ -21,6 +21,7 @@ from longspan.planning.scripts import (
     Flag,
     Script,
     host_names,
+    or_default,
     packed,
 )
 
@@ -87,7 +88,7 @@ def _comment(plan: Plan, side: SidePlan, host: str) -> str:
 
 
 def _node_variables(model_path: str) -> dict[str, str]:
-    return {"MODEL_PATH": f"${{MODEL_PATH:-{model_path}}}"}
+    return {"MODEL_PATH": or_default("MODEL_PATH", model_path)}
 
 
 def _replicas(plan: Plan, side: SidePlan, number: int) -> list[tuple[int, int]]:

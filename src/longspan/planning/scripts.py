@@ -13,6 +13,20 @@ Flag = tuple[str, str | tuple[str, ...] | None]
 
 HTTP_PORTS = {"server": 8000, "prefill": 8100, "decode": 8200}
 ROUTER_PORT = 8080
+# Of several servers: SIGTERM, Ctrl-C and the end of one end all. The exit code is that of the first to end.
+_SUPERVISION = """\
+end_all() {
+  code=$?
+  trap - EXIT HUP INT TERM
+  kill $(jobs -p) 2>/dev/null || true
+  wait
+  exit $code
+}
+trap end_all EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+"""
 PLACEHOLDER_NETWORK = "192.0.2."  # set aside for documentation by RFC 5737: no such host answers
 
 
@@ -26,7 +40,7 @@ class Command:
 
     def text(self, prefix: str = "", suffix: str = "") -> str:
         own = "".join(f"{name}={_quoted(value)} " for name, value in self.variables.items())
-        lines = [prefix + own + " ".join(_quoted(word) for word in self.head)]
+        lines = [own + prefix + " ".join(_quoted(word) for word in self.head)]
         lines += ["    " + " ".join([flag, *map(_quoted, _words(value))]) for flag, value in self.flags]
         return " \\\n".join(lines) + suffix
 
@@ -51,15 +65,25 @@ class Script:
         lines += [f"export {name}={_quoted(value)}" for name, value in self.variables.items()]
         lines.append("")
         if len(self.commands) == 1:
-            lines.append(self.commands[0].text(prefix="exec " if not self.commands[0].variables else ""))
+            lines.append(self.commands[0].text(prefix="exec "))
         else:
+            lines.append(_SUPERVISION)
             lines += [command.text(suffix=" &") for command in self.commands]
-            lines.append("wait")
+            lines.append("wait -n")
         return "\n".join(lines) + "\n"
 
     @property
     def flags(self) -> list[Flag]:
         return [flag for command in self.commands for flag in command.flags]
+
+
+class _Ready(str):
+    """A word as the shell needs it."""
+
+
+def or_default(name: str, value: str) -> str:
+    """The variable as the user set it, or `value`, whatever that contains."""
+    return _Ready(f"${{{name}:-{shlex.quote(value)}}}")
 
 
 def packed(value: Any) -> str:
@@ -86,4 +110,6 @@ def _words(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 def _quoted(word: str) -> str:
     """As the shell needs it; variables stay variables."""
+    if isinstance(word, _Ready):
+        return word
     return f'"{word}"' if "$" in word else shlex.quote(word)
