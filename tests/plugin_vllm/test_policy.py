@@ -32,11 +32,17 @@ def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
         policy.require_tested_release()
 
 
+def transfer(connector: str, *children: str) -> dict[str, object]:
+    """The decode side of a split."""
+    config: dict[str, object] = {"kv_connector": connector, "kv_role": "kv_consumer"}
+    nested = [{"kv_connector": child, "kv_role": "kv_consumer"} for child in children]
+    return config | {"kv_connector_extra_config": {"connectors": nested}} if children else config
+
+
 def shards(connector: str, **options: object) -> dict[str, object]:
-    """The decode side of a split, with decode context parallel."""
-    transfer = {"kv_connector": connector, "kv_role": "kv_consumer"}
+    """The same with decode context parallel."""
     return {
-        "kv_transfer_config": transfer,
+        "kv_transfer_config": transfer(connector),
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,
     } | options
@@ -54,6 +60,10 @@ def shards(connector: str, **options: object) -> dict[str, object]:
         ({"hf_overrides": {"num_experts_per_tok": 1}}, "hf-overrides"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative-config"),
         (shards("NixlPullConnector"), "decode-context-parallel-size with NixlPullConnector"),
+        (shards("NixlConnector", tensor_parallel_size=4), "is 2;.*parallel-size 4"),
+        ({"kv_transfer_config": transfer("NixlPushConnector")}, "NixlPushConnector, of vLLM's"),
+        ({"kv_transfer_config": transfer("MultiConnector", "LMCacheConnectorV1")}, "LMCacheConnectorV1, of"),
+        (shards("NixlConnector", dcp_kv_cache_interleave_size=32), "only --cp-kv-cache-interleave-size"),
         (shards("NixlConnector", block_size=64, cp_kv_cache_interleave_size=32), "is 32,.* give 64"),
     ],
     ids=[
@@ -66,6 +76,10 @@ def shards(connector: str, **options: object) -> dict[str, object]:
         "overrides",
         "speculation",
         "pull",
+        "fewer ranks",
+        "push",
+        "others",
+        "old flag",
         "pages",
     ],
 )

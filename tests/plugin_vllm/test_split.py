@@ -81,6 +81,20 @@ def test_memory_whose_lease_is_over_is_not_used(split: Split) -> None:
     split.wait_until_idle()
 
 
+def test_blocks_are_read_by_one_request_and_others_do_without(split: Split) -> None:
+    """The answers of n have the same parameters, and so has a request that is sent again."""
+    prompt, *others = make_prompts(50, *[50] * 4, seed=8)  # less than a block: decode can cache nothing
+    body = split.fill(completion(prompt, MAX_TOKENS))
+    (want,) = split.reference([prompt])
+    both = split.decode.post("/v1/completions", body | {"n": 2, "temperature": 1, "top_k": 1}).json()["choices"]
+    assert [choice["token_ids"] for choice in both] == [want.token_ids] * 2
+    for other in others:
+        split.prefill.complete(other, 1)
+    assert_same([read_answer(split.decode.post("/v1/completions", body))], [want])
+    assert split.decode.log(20000).count("read_by_another") >= 2
+    split.wait_until_idle()
+
+
 def test_clients_that_leave_hold_no_memory(split: Split) -> None:
     prompt = make_prompts(900, seed=4)[0]
     remote = {"do_remote_decode": True, "do_remote_prefill": False}

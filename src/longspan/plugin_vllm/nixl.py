@@ -6,7 +6,7 @@ It pulls the memory of a prompt from the server that prefilled it. In our layout
     a block of the group of full attention        [latents | keys][latents | keys] ..
 
 vLLM 0.32 registers a region per place where a page begins. It fails without an error, so that the text is
-wrong, in 1 and 3, and has no end in 4:
+wrong, in 1, 3 and 5, and has no end in 4:
 
 1. It takes the page of a KDA layer for the distance between blocks, unless a page of full attention begins at
    the same place: states are read from, and written to, the rows of others. Here the distance is the row's.
@@ -17,6 +17,8 @@ wrong, in 1 and 3, and has no end in 4:
    does not use what it read later: kv_load_failure_policy says whether it recomputes or fails.
 4. Neither NIXL nor vLLM notices a peer that stands still. Here a transfer has the seconds that
    kv_connector_extra_config gives as "transfer_timeout".
+5. Blocks are given free when one request has read them, but several may come with the same parameters: the
+   answers of `n`, and a client that sends again. Here the first has them, and the others do without.
 
 Peers whose pages are not ours are refused: vLLM cuts a page into smaller blocks by bytes, which holds for
 tokens outermost, but a page of ours is all latents, then all keys.
@@ -75,6 +77,7 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         os.sched_setaffinity(0, cores)
         self._renewals: dict[tuple[str, str], tuple[float, float]] = {}  # (engine, request) -> first, last
+        self._readers: dict[tuple[str, str], tuple[str, ReqMeta]] = {}  # (engine, request) -> who reads it
         self._started: dict[str, float] = {}  # when the transfers of a request were first seen
         self._limit_s = self.kv_transfer_config.get_from_extra_config("transfer_timeout", TRANSFER_TIMEOUT_S)
 
@@ -96,19 +99,20 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
     ) -> None:
         """Raises ConfigError, and the request fails, unless the peer's pages are ours."""
 
-        def pages(block_size, lengths, states):
+        def pages(block_size, lengths, states, ranks):
             own = [length for length, own in zip(lengths, self._region_is_mla, strict=False) if own]
-            return block_size, own, list(states)
+            return block_size, own, list(states), ranks
 
         peer = nixl_agent_meta
-        ours = pages(self.block_size, self.block_len_per_layer, self._mamba_ssm_size)
-        theirs = pages(peer.block_size, peer.block_lens, peer.ssm_sizes)
+        ours = pages(self.block_size, self.block_len_per_layer, self._mamba_ssm_size, self.dcp_size)
+        theirs = pages(peer.block_size, peer.block_lens, peer.ssm_sizes, remote_dcp_size)
         if ours != theirs:
-            form = "{} tokens a block, pages of {} bytes, window and state of {} bytes"
+            form = "{} tokens a block, pages of {} bytes, window and state of {} bytes, tokens over {} ranks"
             raise ConfigError(
                 f"The pages of the prefill server are of {form.format(*theirs)}; here they are of "
                 f"{form.format(*ours)}.",
-                remedy="Start both with the same model, --dtype, --block-size and --tensor-parallel-size.",
+                remedy="Start both with the same model, --dtype, --block-size, --tensor-parallel-size and "
+                "--decode-context-parallel-size.",
             )
         super()._validate_remote_agent_handshake(nixl_agent_meta, remote_tp_size, remote_dcp_size)
 
@@ -137,9 +141,23 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         known = meta.remote is not None and meta.remote.engine_id in self._remote_agents
         if known and not self._is_leased(meta):
-            self._refuse(req_id, meta)
+            self._refuse(req_id, meta, "lease_over")
+        elif known and not self._is_first(req_id, meta):
+            self._refuse(req_id, meta, "read_by_another")
         else:
             super()._read_blocks_for_req(req_id, meta)
+
+    def _is_first(self, req_id: str, meta: ReqMeta) -> bool:
+        """Whether no other request reads, or has read, these blocks."""
+        remote = meta.remote
+        if remote is None or not any(meta.local_block_ids):
+            return True
+        while self._readers:  # the eldest come first; what is no longer leased is refused anyway
+            (engine, request), (_, eldest) = next(iter(self._readers.items()))
+            if engine in self._remote_agents and self._is_leased(eldest):
+                break
+            del self._readers[engine, request]
+        return self._readers.setdefault((remote.engine_id, remote.request_id), (req_id, meta))[0] == req_id
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         done, failed = super()._pop_done_transfers(transfers)
@@ -158,12 +176,12 @@ class LongspanNixlWorker(NixlPullConnectorWorker):
         for req_id in done - failed:
             meta = self._recving_metadata.get(req_id)
             if meta is not None and not self._is_leased(meta):
-                self._refuse(req_id, meta)
+                self._refuse(req_id, meta, "lease_over")
         return done, failed
 
-    def _refuse(self, req_id: str, meta: ReqMeta) -> None:
+    def _refuse(self, req_id: str, meta: ReqMeta, why: str) -> None:
         """The request fails as with a transfer that failed, but the peer is not taken for broken."""
         message = "The prefill server may have reused the blocks."
-        self._log_failure(failure_type="lease_over", msg=message, req_id=req_id, meta=meta)
+        self._log_failure(failure_type=why, msg=message, req_id=req_id, meta=meta)
         self.xfer_stats.record_kv_expired_req()
         self._handle_failed_transfer(req_id, None, self._recv_failures, record_failed_transfer=False)

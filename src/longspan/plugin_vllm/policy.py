@@ -30,6 +30,11 @@ TEMPLATE_FIELDS = ("cohere_format",)  # vLLM's server puts these into every chat
 MODEL_TYPE = "longspan"  # a private one: vLLM looks up what it knows of a published type by name
 BLOCK_SIZES = range(64, 512, 16)  # tokens
 WELL_FILLED = 0.9  # of a block, by states
+CONNECTORS = {  # ours that stand in for vLLM's; no other was seen to carry what our blocks hold
+    "NixlConnector": ("nixl", "LongspanNixlConnector"),
+    "NixlPullConnector": ("nixl", "LongspanNixlConnector"),
+    "MooncakeStoreConnector": ("mooncake", "LongspanMooncakeStoreConnector"),
+}
 
 
 def require_tested_release() -> None:
@@ -75,14 +80,8 @@ def _register_connectors() -> None:
     """Our subclasses under the names of their parents: users, routers and vLLM's platforms know those."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    registry = KVConnectorFactory._registry
-    ours = {
-        "NixlConnector": ("nixl", "LongspanNixlConnector"),
-        "NixlPullConnector": ("nixl", "LongspanNixlConnector"),
-        "MooncakeStoreConnector": ("mooncake", "LongspanMooncakeStoreConnector"),
-    }
-    for name, (module, subclass) in ours.items():
-        registry.pop(name, None)
+    for name, (module, subclass) in CONNECTORS.items():
+        KVConnectorFactory._registry.pop(name, None)
         KVConnectorFactory.register_connector(name, f"longspan.plugin_vllm.{module}", subclass)
 
 
@@ -130,21 +129,35 @@ class _Defaults:
                 vllm_config.parallel_config.tensor_parallel_size,
                 vllm_config.model_config.dtype.itemsize,
             )
-        if _hands_over_shards(vllm_config):
+        if "NixlConnector" in _connectors(vllm_config):
             _prepare_to_hand_over_shards(vllm_config)
 
 
-def _hands_over_shards(vllm_config: VllmConfig) -> bool:
-    """Whether this is a server of a prefill/decode split with decode context parallel."""
+def _connectors(vllm_config: VllmConfig) -> list[str]:
+    """Names of those that carry memory to and from other servers."""
     transfer = vllm_config.kv_transfer_config
-    by_nixl = transfer is not None and transfer.has_connector("NixlConnector")
-    return by_nixl and vllm_config.parallel_config.decode_context_parallel_size > 1
+    if transfer is None or transfer.kv_connector is None:
+        return []
+    if transfer.kv_connector != "MultiConnector":
+        return [transfer.kv_connector]
+    return [str(one.get("kv_connector")) for one in transfer.kv_connector_extra_config.get("connectors", [])]
 
 
 def _prepare_to_hand_over_shards(vllm_config: VllmConfig) -> None:
-    """vLLM 0.32 wants a model that it knows to be MLA, and tokens dealt by whole blocks; this it tells its
-    workers only after the model is built. Raises ConfigError for another interleave."""
+    """For decode context parallel vLLM 0.32 wants a model that it knows to be MLA, and tokens dealt by whole
+    blocks, which it tells its workers only after the model is built.
+
+    Raises ConfigError for another interleave, and for fewer ranks than those of the tensor group.
+    """
     parallel, block = vllm_config.parallel_config, vllm_config.cache_config.block_size
+    ranks = parallel.decode_context_parallel_size
+    if ranks == 1:
+        return
+    if ranks != parallel.tensor_parallel_size:
+        raise ConfigError(
+            f"--decode-context-parallel-size is {ranks}; NixlConnector takes 1 or the tensor size.",
+            remedy=f"Give --decode-context-parallel-size {parallel.tensor_parallel_size}.",
+        )
     given = None if parallel._allow_auto_resolve_cp_interleave_size else parallel.cp_kv_cache_interleave_size
     if given not in (None, block):
         raise ConfigError(
@@ -180,8 +193,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtypes = ("auto", str(model.dtype).removeprefix("torch."))
-    transfer = vllm_config.kv_transfer_config
-    by_pull = transfer is not None and transfer.has_connector("NixlPullConnector")
+    connectors = _connectors(vllm_config)
     if not current_platform.is_cpu():
         raise ConfigError(
             f"vLLM runs on {current_platform.device_name}; Longspan's operators compute on CPUs.",
@@ -198,9 +210,16 @@ def require_supported(vllm_config: VllmConfig) -> None:
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in dtypes,
         f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype not in dtypes,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-        "--decode-context-parallel-size with NixlPullConnector, only with NixlConnector": by_pull
-        and parallel.decode_context_parallel_size > 1,
+        "--decode-context-parallel-size with NixlPullConnector, only with NixlConnector": (
+            "NixlPullConnector" in connectors and parallel.decode_context_parallel_size > 1
+        ),
+        "--dcp-kv-cache-interleave-size, only --cp-kv-cache-interleave-size": (
+            parallel.dcp_kv_cache_interleave_size > 1
+        ),
         "--load-format dummy": vllm_config.load_config.load_format == "dummy",
+    } | {
+        f"{name}, of vLLM's connectors only {', '.join(CONNECTORS)}": name not in CONNECTORS
+        for name in connectors
     }
     for asked, refused in refusals.items():
         if refused:

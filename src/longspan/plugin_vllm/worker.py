@@ -1,14 +1,18 @@
-"""vLLM's CPU worker, and requests with a seed whose prompt takes several steps.
+"""vLLM's CPU worker, requests with a seed whose prompt takes several steps, and no compiler at work.
 
 A step that ends within a prompt samples a token all the same, and throws it away. vLLM 0.32 then winds the
 request's generator back, which CPU generators can't: the engine dies of "CPU Generator does not use offset".
 Here the rows to be thrown away draw from the common generator, and those of the requests stay where they are.
+
+vLLM compiles small functions of its sampler with inductor when a request first asks for log-probabilities or
+top-p: a C++ compiler runs for ten seconds and more while everybody waits. Here they run as they are.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 if TYPE_CHECKING:
@@ -17,6 +21,10 @@ if TYPE_CHECKING:
 
 
 class LongspanCpuWorker(CPUWorker):
+    def init_device(self) -> None:
+        torch.compiler.set_stance("force_eager")
+        super().init_device()
+
     def sample_tokens(
         self, grammar_output: GrammarOutput | None
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
