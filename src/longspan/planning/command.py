@@ -11,7 +11,8 @@
   decode_step: {memory, memory_alone, network_per_token: {KIND: bytes}, seconds, tokens_per_second}}
 - handoff: {state, cache} of one request of the whole context, all ranks together; null without prefill nodes
 - urls (in files only): {SCRIPT: addresses of the servers that it starts}
-- engines: {NAME: {error, split, sequences_of_side, notes}} of all that run on this hardware, if several do
+- engines: {NAME: {error, split, sequences_of_side, notes, not_to_start}} of all that run on this hardware, if
+  several do; not_to_start: why no scripts are written
 
 With `--check` it is a list of {where, point, status, found, remedy}.
 """
@@ -23,42 +24,46 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from longspan.engine.options import add_index_key_argument
-from longspan.errors import CapacityError
+from longspan.errors import CapacityError, ConfigError
 from longspan.planning.hardware import ENGINES, Hardware, bundled, load_hardware
-from longspan.planning.models import DEFAULT_MODEL, PUBLISHED, load_model_config
+from longspan.planning.models import DEFAULT_MODEL, PUBLISHED, load_model_config, name_and_directory
 from longspan.planning.schemes import SCHEMES, published_scheme
+from longspan.planning.topology import parse_hosts
+
+_DEFAULTS: dict[str, Any] = {"model": DEFAULT_MODEL, "hardware": "epyc-2s", "nodes": 1, "topology": "plain"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
-        default=DEFAULT_MODEL,
+        default=_DEFAULTS["model"],
         metavar="MODEL",
         help=f"{', '.join(PUBLISHED)}, a checkpoint directory or a config.json (default: %(default)s)",
     )
     group = parser.add_argument_group("what it runs on")
     group.add_argument(
         "--hardware",
-        default="epyc-2s",
+        default=_DEFAULTS["hardware"],
         metavar="NAME",
         help=f"{', '.join(bundled())}, or a TOML file of your own (default: %(default)s)",
     )
-    group.add_argument("--nodes", type=_count, default=1, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--nodes", type=_count, default=_DEFAULTS["nodes"], metavar="N", help="default: %(default)s"
+    )
     group.add_argument(
         "--topology",
-        default="plain",
+        default=_DEFAULTS["topology"],
         metavar="T",
         help="plain (every node does both), or prefill and decode nodes, as in 4p4d (default: %(default)s)",
     )
     group.add_argument(
         "--hosts",
-        type=_names,
-        default=[],
         metavar="A,B",
-        help="addresses of the nodes, those that prefill first",
+        help="addresses of the nodes in the scripts of --output, those that prefill first",
     )
     group = parser.add_argument_group("what it shall do")
     group.add_argument(
@@ -83,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="write the plan and the launch scripts of every engine here",
+        help="write the plan and the launch scripts of every engine here, in place of an earlier plan's",
     )
     form = group.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -101,13 +106,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--accuracy",
         type=Path,
         metavar="FILE",
-        help="report of the accuracy regression (default: accuracy.json)",
+        help="report of the accuracy regression, for --check (default: accuracy.json)",
     )
 
 
 def main(args: argparse.Namespace) -> int:
     """0, or 1 if a point of the go-live list fails. Raises ConfigError and CapacityError."""
     if args.check:
+        _refuse_plan_arguments(args)
         from longspan.planning.check import check_targets, print_findings
 
         findings = check_targets(args.check, args.accuracy)
@@ -124,11 +130,13 @@ def _plan(args: argparse.Namespace) -> int:
     from longspan.planning.plan import Plan, make_plan
     from longspan.planning.report import as_json, print_plan
 
-    if args.hosts and len(args.hosts) != args.nodes:
-        raise CapacityError(
-            f"{len(args.hosts)} addresses were given for {args.nodes} nodes.",
-            remedy="Give one for each node.",
-        )
+    if args.accuracy:
+        raise ConfigError("--accuracy is for --check.", remedy="Give --check too, or leave it out.")
+    if args.hosts is not None and not args.output:
+        raise ConfigError("--hosts is for scripts.", remedy="Give --output DIR too, or leave it out.")
+    hosts = [] if args.hosts is None else parse_hosts(args.hosts, args.nodes)
+    if args.output and args.output.exists() and not args.output.is_dir():
+        raise ConfigError(f"--output {args.output} is a file.", remedy="Give a directory.")
     if args.output and args.index_key_dtype != "auto":
         raise CapacityError(
             f"No server that these scripts start keeps index keys in {args.index_key_dtype}.",
@@ -137,7 +145,7 @@ def _plan(args: argparse.Namespace) -> int:
     hardware = load_hardware(args.hardware)
     config = load_model_config(args.model)
     context = args.context or config.max_position
-    name = args.model if args.model in PUBLISHED else Path(args.model).resolve().name
+    name, directory = name_and_directory(args.model)
     scheme = args.scheme or published_scheme(config).name
     hardware.require(config.family, scheme)  # refused whichever engine it is
     chosen = _engine(hardware, args.engine)
@@ -168,34 +176,51 @@ def _plan(args: argparse.Namespace) -> int:
 
     plans = list(each()) if args.output or not args.markdown else []
     others = plans if len(plans) > 1 else []
+    written = _write(args.output, plans, hosts, directory) if args.output else []
     if args.json:
         print(json.dumps(as_json(plan, others), indent=2))
     elif args.markdown:
         print(derive(plan, args.model, args.hardware), end="")
     else:
         print_plan(plan, others)
-    if args.output:
-        _write(args, plans)
-        if not args.json and not args.markdown:
-            written = [f"{args.output}/{engine}" for engine, plan in plans if not isinstance(plan, str)]
-            print(f"Scripts are in {', '.join(written)}. Next: longspan plan --check {written[0]} ADDRESS...")
+    if written and not args.json and not args.markdown:
+        folders = ", ".join(map(str, written))
+        print(f"Scripts are in {folders}. Next: longspan plan --check {written[0]} ADDRESS...")
     return 0
 
 
-def _write(args: argparse.Namespace, plans: list) -> None:
-    from longspan.planning.launched import PLAN_FILE
+def _refuse_plan_arguments(args: argparse.Namespace) -> None:
+    """Raises ConfigError if anything but a check was asked for: it reads its plans from files."""
+    planning = ("model", "hardware", "nodes", "topology", "hosts", "context", "scheme", "engine", "output")
+    given = [name for name in planning if getattr(args, name) != _DEFAULTS.get(name)]
+    given += ["index-key-dtype"] * (args.index_key_dtype != "auto") + ["markdown"] * args.markdown
+    if given:
+        shown = [str(args.model) if name == "model" else f"--{name}" for name in given]
+        raise ConfigError(
+            f"--check reads plans from files; {', '.join(shown)} would say nothing.",
+            remedy="Leave --check out to plan, or the rest to check.",
+        )
+
+
+def _write(output: Path, plans: list, hosts: list[str], model_directory: str) -> list[Path]:
+    """The folders written. Raises ConfigError, and CapacityError if no engine is to be started."""
+    from longspan.planning.output import write_scripts
     from longspan.planning.recipe import make_recipe
     from longspan.planning.report import as_json
 
-    model_path = "" if args.model in PUBLISHED else str(Path(args.model).resolve())
+    found, refused = {}, []
     for engine, plan in plans:
-        if isinstance(plan, str):
+        if isinstance(plan, str) or plan.not_to_start:
+            refused.append(f"{engine}: {plan if isinstance(plan, str) else plan.not_to_start}")
             continue
-        recipe = make_recipe(plan, args.hosts, model_path)
-        directory = args.output / engine
-        recipe.write(directory)
+        recipe = make_recipe(plan, hosts, model_directory)
         urls = {script.name: script.urls for script in recipe.scripts if script.role != "router"}
-        (directory / PLAN_FILE).write_text(json.dumps(as_json(plan) | {"urls": urls}, indent=2) + "\n")
+        found[engine] = recipe, as_json(plan) | {"urls": urls}
+    if not found:
+        raise CapacityError(
+            f"No engine can be started so. {'; '.join(refused)}.", remedy="Shorten --context."
+        )
+    return write_scripts(output, found)
 
 
 def _engine(hardware: Hardware, asked: str | None) -> str:
@@ -218,10 +243,3 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return int(text)
-
-
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(re.fullmatch(r"[A-Za-z0-9.:_\[\]-]+", name) for name in names):
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of addresses such as 10.0.0.1,10.0.0.2")
-    return names

@@ -52,6 +52,11 @@ class Workload:
     context: int
     index_key_dtype: str = "auto"
 
+    @property
+    def without_dcp(self) -> str:
+        """Why the engine has no DCP for this model on this hardware; "" if it has."""
+        return self.engine.without_sparse_dcp.get(self.hardware.name, "") if self.config.indexer else ""
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -112,6 +117,13 @@ class Plan:
     @property
     def disaggregated(self) -> bool:
         return len(self.sides) > 1
+
+    @property
+    def not_to_start(self) -> str:
+        """Why no scripts are made of it, the go-live list would refuse them; "" if it would not."""
+        if not self.workload.without_dcp or self.workload.context < LONG_CONTEXT:
+            return ""
+        return f"{self.workload.without_dcp}; from {LONG_CONTEXT // 1024}K tokens on DCP is wanted"
 
 
 def make_plan(
@@ -206,7 +218,7 @@ def _runs(workload: Workload, side: Side, split: Split) -> bool:
     config, engine = workload.config, workload.engine
     if _splits_wholly(workload, side) and split.context not in (1, split.tensor):
         return False
-    if split.context > 1 and config.indexer and workload.hardware.name in engine.without_sparse_dcp:
+    if split.context > 1 and workload.without_dcp:
         return False
     if engine.even_experts and config.moe.num_experts % split.expert:
         return False
@@ -316,8 +328,8 @@ def _decode_reasons(workload: Workload, side: Side, best: Fit) -> tuple[str, ...
         )
     if split.data > 1:
         against(f"experts over all {split.devices} devices", replace(split, experts_over_data=False))
-    if why := workload.config.indexer and workload.engine.without_sparse_dcp.get(hardware.name):
-        reasons.append(f"DCP stays 1: {why}")
+    if workload.without_dcp:
+        reasons.append(f"DCP stays 1: {workload.without_dcp}")
     elif split.context > 1:
         for less in sorted({1, split.context // 2}):
             against(f"DCP {split.context} and not {less}", replace(split, context=less))

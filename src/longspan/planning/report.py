@@ -89,6 +89,7 @@ def _summary_json(found: Plan | str) -> dict[str, Any]:
         "split": str(side.fit.split),
         "sequences_of_side": side.fit.sequences * side.fit.split.data,
         "notes": list(found.workload.engine.notes),
+        "not_to_start": found.not_to_start,
     }
 
 
@@ -121,13 +122,15 @@ def print_plan(plan: Plan, others: Sequence[Summary] = ()) -> None:
     assumed = {name: n for name, n in workload.hardware.numbers.items() if n.assumed}
     for name, number in assumed.items():
         console.print(f"assumed: {name} {number.value:g} ({number.reason})")
+    if plan.not_to_start:
+        console.print(f"note: No scripts of {workload.engine.title}: {plan.not_to_start}.")
     for note in workload.engine.notes:
         console.print(f"note: {note}")
     if workload.engine.name == "longspan" and workload.hardware.kind != "cpu":
         console.print(
             "note: Longspan computes on CPUs and refuses to start here; this is its layout of memory."
         )
-        if able := [engine for engine in workload.hardware.engines if engine != "longspan"]:
+        if able := [name for name, found in others if name != "longspan" and _starts(found)]:
             console.print(f"note: Start {' or '.join(able)} on this hardware.")
 
 
@@ -196,14 +199,20 @@ def _print_traffic(console: Any, side: SidePlan) -> None:
     )
 
 
+def _starts(found: Plan | str) -> bool:
+    return not isinstance(found, str) and not found.not_to_start
+
+
 def _engine_row(name: str, found: Plan | str) -> tuple[str, str, str, str]:
     if isinstance(found, str):
         return name, "", "0", found
     side = found.sides[-1]
     whole = found.workload.config.indexer and found.workload.engine.indexes_whole
     remark = "index keys whole on each rank" if whole else ""
-    if why := found.workload.engine.without_sparse_dcp.get(found.workload.hardware.name):
-        remark = why
+    if found.not_to_start:
+        remark = f"no scripts: {found.not_to_start}"
+    elif found.workload.without_dcp:
+        remark = found.workload.without_dcp
     return name, str(side.fit.split), str(side.fit.sequences * side.fit.split.data), remark
 
 
