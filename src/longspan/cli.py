@@ -155,8 +155,8 @@ is measured.""",
 
 The model comes first; what is behind it goes to vLLM's server as it is, --help too. Without
 --kv-cache-memory-bytes (of each rank) vLLM starts only where 92 % of the memory is free.
-Needs pip install 'longspan[vllm]'. Endpoints and metrics are vLLM's. What is added to the flags is
-printed; docs/cluster.md says why.""",
+Needs pip install -e '.[vllm]' in the checkout. Endpoints and metrics are vLLM's. What is added to the flags
+is printed; docs/cluster.md says why.""",
     ),
     "eval": Command(
         "Measure the skills of the bundled checkpoint on fresh data.",

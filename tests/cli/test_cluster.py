@@ -105,6 +105,16 @@ def test_the_halves_of_a_split_on_one_host_listen_for_each_other_on_ports_of_the
     assert cluster.half_of_a_split("decode", [], {cluster.SIDE_PORT: "5600"})[1] == {}
 
 
+def test_a_port_that_leaves_none_for_the_other_half_is_refused_unless_that_one_is_set():
+    def half(port, environment):
+        return cluster.half_of_a_split("prefill", ["--port", str(port)], environment)[1]
+
+    assert half(55535, {}) == {cluster.SIDE_PORT: "65535"}
+    with pytest.raises(ConfigError, match=f"65536; .*up to 55535, or set {cluster.SIDE_PORT}"):
+        half(55536, {})
+    assert half(60000, {cluster.SIDE_PORT: "5600"}) == {}
+
+
 def test_a_role_and_a_connector_of_the_users_own_are_refused():
     with pytest.raises(ConfigError, match="--kv-transfer-config"):
         cluster.half_of_a_split("prefill", ["--kv-transfer-config={}"], {})

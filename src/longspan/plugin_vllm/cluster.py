@@ -45,6 +45,7 @@ TRANSFER = "--kv-transfer-config"
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 SIDE_HOST, SIDE_PORT = "VLLM_NIXL_SIDE_CHANNEL_HOST", "VLLM_NIXL_SIDE_CHANNEL_PORT"
 DEFAULT_PORT = 8000
+HIGHEST_PORT = 65535
 SIDE_PORT_OFFSET = 10000  # from the port of HTTP, so that servers of one host differ here too
 
 
@@ -188,7 +189,14 @@ def half_of_a_split(
         "kv_role": ROLES[role],
         "kv_load_failure_policy": "recompute",
     }
-    addresses = {SIDE_PORT: str((_number(flags, "--port") or DEFAULT_PORT) + SIDE_PORT_OFFSET)}
+    side_port = (_number(flags, "--port") or DEFAULT_PORT) + SIDE_PORT_OFFSET
+    if side_port > HIGHEST_PORT and SIDE_PORT not in environment:
+        raise ConfigError(
+            f"--role listens on --port + {SIDE_PORT_OFFSET} too, which is {side_port}; the highest port is "
+            f"{HIGHEST_PORT}.",
+            remedy=f"Give a --port up to {HIGHEST_PORT - SIDE_PORT_OFFSET}, or set {SIDE_PORT}.",
+        )
+    addresses = {SIDE_PORT: str(side_port)}
     host = _value(flags, "--host")
     if host and host not in ("0.0.0.0", "::"):
         addresses[SIDE_HOST] = host

