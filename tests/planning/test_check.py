@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support.plan_command import CASE, run
 
-from longspan.errors import ConfigError
-from longspan.planning.check import Finding, check_server, check_targets
+from longspan.planning.check import check_targets
+from longspan.planning.finding import Finding
+from longspan.planning.launched import whole_number
 
 HOSTS = ",".join(f"10.0.0.{n}" for n in range(1, 9))
-METRICS = """\
-vllm:num_requests_running 0
-vllm:time_to_first_token_seconds_count 0
-vllm:kv_cache_usage_perc 0
-vllm:prefix_cache_hits_total 0
-"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scripts of all engines for the eight-node case, with real addresses."""
+    directory = tmp_path_factory.mktemp("plan")
+    assert run(*CASE, "--json", "--hosts", HOSTS, "--output", directory) == 0
+    return directory
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Path:
-    """Scripts of all engines for the eight-node case, with real addresses."""
-    assert run(*CASE, "--json", "--hosts", HOSTS, "--output", tmp_path) == 0
-    return tmp_path
+def launch(written: Path, tmp_path: Path) -> Path:
+    """A copy of them to spoil."""
+    return shutil.copytree(written, tmp_path / "plan")
 
 
 def findings_of(directory: Path, accuracy: Path | None = None) -> dict[str, Finding]:
@@ -77,6 +76,14 @@ def put(old: str, new: str) -> Callable[[str], str]:
     return change
 
 
+def swap(one: str, other: str) -> Callable[[str], str]:
+    def change(text: str) -> str:
+        assert one in text and other in text
+        return text.replace(one, "\0").replace(other, one).replace("\0", other)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("engine", "pattern", "change", "point"),
     [
@@ -105,7 +112,7 @@ def put(old: str, new: str) -> Callable[[str], str]:
         ("longspan", "prefill-1.sh", put("--data-parallel-rank 1", "--data-parallel-rank 0"), "addresses"),
         ("longspan", "decode-0.sh", put("--port 8200", "--port 8100"), "addresses"),
         ("vllm-ascend", "decode-0.sh", put("--port 8201", "--port 8200"), "addresses"),
-        ("sglang", "prefill-0.sh", put("8998", "8999"), "addresses"),
+        ("sglang", "prefill-0.sh", put("8998", "8999"), "routers"),
         ("longspan", "decode-0.sh", put("--block-size 64", "--block-size 32"), "roles"),
         ("longspan", "decode-*.sh", put("--block-size 64", "--block-size 32"), "roles"),
         ("longspan", "decode-0.sh", drop("--enable-expert-parallel"), "roles"),
@@ -117,14 +124,72 @@ def put(old: str, new: str) -> Callable[[str], str]:
         ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size 8"), DCP),
         ("sglang", "*-?.sh", put("--dcp-size 4", "--dcp-size 16"), DCP),
         ("longspan", "prefill-1.sh", put("address 10.0.0.1", "address 10.0.0.9"), "addresses"),
-        ("longspan", "workers.json", put("10.0.0.7", "10.0.0.9"), "addresses"),
-        ("sglang", "router.sh", put("10.0.0.5", "10.0.0.9"), "addresses"),
-        ("vllm-ascend", "router.sh", put("10.0.0.8", "10.0.0.9"), "addresses"),
+        ("longspan", "workers.json", put("10.0.0.7", "10.0.0.9"), "routers"),
+        ("sglang", "router.sh", put("10.0.0.5", "10.0.0.9"), "routers"),
+        ("vllm-ascend", "router.sh", put("10.0.0.8", "10.0.0.9"), "routers"),
         ("vllm-ascend", "prefill-0.sh", put("36000", "30000"), "addresses"),
         ("vllm-ascend", "prefill-0.sh", drop("--quantization"), "weights fit the hardware"),
         ("sglang", "*-?.sh", drop("--enable-metrics"), "metrics"),
         ("longspan", "plan.json", put('"k3.1"', '"k4"'), ""),
         ("longspan", "plan.json", put('"w4a8"', '"mxfp4"'), "weights fit the hardware"),
+        # both sides, where the connector hands over between ranks of one number
+        ("longspan", "decode-*.sh", put("tensor-parallel-size 16", "tensor-parallel-size 8"), "roles"),
+        ("longspan", "decode-*.sh", put("--dtype bfloat16", "--dtype float32"), "roles"),
+        ("vllm-ascend", "decode-*.sh", put("tensor-parallel-size 8", "tensor-parallel-size 16"), "roles"),
+        ("longspan", "decode-3.sh", put("name kimi", "name k31"), "roles"),
+        ("longspan", "decode-*.sh", put("name kimi", "name k31"), "roles"),
+        # as the plan dealt experts
+        ("longspan", "*-?.sh", drop("--enable-expert-parallel"), "roles"),
+        ("vllm-ascend", "*-?.sh", put("--enable-expert", "--no-enable-expert"), "roles"),
+        ("sglang", "*-?.sh", put("--ep-size 64", "--ep-size 8"), "roles"),
+        # tokens dealt by blocks
+        ("longspan", "prefill-0.sh", put("interleave-size 64", "interleave-size 32"), "blocks"),
+        ("longspan", "prefill-0.sh", put("interleave-size 64", "interleave-size 1"), "blocks"),
+        ("longspan", "*-?.sh", drop("--block-size"), "blocks"),
+        ("longspan", "prefill-0.sh", put("--cp-kv-cache", "--dcp-kv-cache"), "blocks"),
+        ("vllm-ascend", "prefill-0.sh", drop("--cp-kv-cache-interleave-size"), "blocks"),
+        # ranks that find each other
+        ("longspan", "prefill-*.sh", put("data-parallel-size 4", "data-parallel-size 5"), "addresses"),
+        ("longspan", "prefill-1.sh", put("rpc-port 13345", "rpc-port 13344"), "addresses"),
+        ("sglang", "decode-*.sh", put("--nnodes 4", "--nnodes 2"), "addresses"),
+        ("longspan", "prefill-1.sh", put("--host 0.0.0.0", "--host 127.0.0.1"), "addresses"),
+        ("sglang", "prefill-1.sh", drop("--host"), "addresses"),
+        ("longspan", "prefill-1.sh", put("CHANNEL_HOST=10.0.0.2", "CHANNEL_HOST=10.0.0.1"), "addresses"),
+        ("longspan", "prefill-1.sh", put("export VLLM_NIXL", "export XVLLM_NIXL"), "addresses"),
+        ("vllm-ascend", "decode-0.sh", put("HCCL_IF_IP=10.0.0.5", "HCCL_IF_IP=10.0.0.6"), "addresses"),
+        # routers
+        ("longspan", "workers.json", swap('"prefill",', '"decode",'), "routers"),
+        ("longspan", "workers.json", put("{", "["), "routers"),
+        ("longspan", "workers.json", put('"worker_type"', '"type"'), "routers"),
+        ("longspan", "router-smg.sh", put("workers.json", "others.json"), "routers"),
+        ("longspan", "router-smg.sh", drop("--pd-disaggregation"), "routers"),
+        ("longspan", "router-vllm.sh", drop("--vllm-pd-disaggregation"), "routers"),
+        (
+            "longspan",
+            "router-vllm.sh",
+            put("--prefill http://10.0.0.1", "--decode http://10.0.0.1"),
+            "routers",
+        ),
+        ("longspan", "router-vllm.sh", put("--decode http", "--decode http://10.0.0.9:8200 http"), "routers"),
+        ("vllm-ascend", "router.sh", swap("prefiller", "decoder"), "routers"),
+        ("sglang", "router.sh", drop("--pd-disaggregation"), "routers"),
+        # values
+        ("longspan", "decode-0.sh", put("--max-num-seqs 16", "--max-num-seqs 0"), "values"),
+        ("longspan", "decode-0.sh", put("--max-num-seqs 16", "--max-num-seqs 1K"), "values"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len 1.5M"), "values"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len auto"), "values"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len"), "values"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len $LENGTH"), "values"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len 64K"), "context"),
+        ("longspan", "decode-0.sh", put("-len 1048576", "-len 1m"), "context"),
+        ("sglang", "decode-0.sh", put("-length 1048576", "-length 1M"), "values"),
+        ("longspan", "decode-0.sh", put("utilization 0.9", "utilization 0"), "values"),
+        ("longspan", "decode-0.sh", put("utilization 0.9", "utilization 1.01"), "values"),
+        ("longspan", "decode-0.sh", put("utilization 0.9", "utilization nan"), "values"),
+        ("longspan", "decode-0.sh", put("utilization 0.9", "utilization most"), "values"),
+        ("longspan", "decode-0.sh", put("--dtype", "--kv-cache-dtype fp8 --dtype"), "values"),
+        ("longspan", "decode-0.sh", put("port 13346", "port 133460"), "values"),
+        ("longspan", "*-?.sh", put("context-parallel-size 16", "context-parallel-size all"), DCP),
     ],
 )
 def test_each_point_fails_for_its_own_reason(
@@ -165,123 +230,74 @@ def test_what_a_plan_of_a_short_context_writes_passes(context: int, tmp_path: Pa
 
 def test_a_missing_script_fails(launch: Path) -> None:
     (launch / "longspan" / "decode-3.sh").unlink()
-    assert findings_of(launch / "longspan")["roles"].found == "3 decode scripts for 4 nodes"
+    assert findings_of(launch / "longspan")["scripts"].found == "decode-3.sh is missing"
+
+
+def test_scripts_of_another_plan_fail_by_name(launch: Path) -> None:
+    stale = launch / "longspan" / "prefill-4.sh"
+    stale.write_bytes((launch / "longspan" / "prefill-0.sh").read_bytes())
+    failed = [f for f in findings_of(launch / "longspan").values() if f.status == "fail"]
+    assert [f.found for f in failed] == ["prefill-4.sh is not of this plan"]
+    assert "Delete prefill-4.sh" in failed[0].remedy and "empty directory" in failed[0].remedy
+
+
+def test_a_script_that_starts_nothing_fails_by_name(launch: Path) -> None:
+    (launch / "longspan" / "decode-0.sh").write_text("#!/bin/sh\n")
+    assert findings_of(launch / "longspan")["scripts"].found == "decode-0.sh starts no server"
 
 
 @pytest.mark.parametrize(
-    ("report", "status"),
+    ("engine", "old", "new", "found", "remedy"),
     [
-        ({"passed": True}, "pass"),
-        ({"passed": False}, "fail"),
-        ({"score": 92.4, "baseline": 92.0}, "pass"),
-        ({"score": 91.0, "baseline": 92.0}, "fail"),
-        ({"score": 91.0, "baseline": 92.0, "tolerance": 1}, "pass"),
-        ({"rows": [{"skill": "add", "exact": 99.0}, {"skill": "english", "exact": None}]}, "pass"),
-        ({"rows": [{"skill": "add", "exact": 99.0}, {"skill": "copy", "exact": 12.0}]}, "fail"),
-        ({"rows": []}, "unknown"),
-        ({"rows": None}, "unknown"),
-        ({"rows": [{"exact": 12.0}]}, "fail"),
-        ({"rows": [{"skill": "add", "exact": "99"}]}, "unknown"),
-        ({"score": 91.0, "baseline": 92.0, "tolerance": "1"}, "unknown"),
-        ({"note": "fine"}, "unknown"),
-        ([], "unknown"),
-        ("{", "fail"),
+        ("longspan", "size 16", "size 8", "less than TP", "Set it to TP."),
+        ("longspan", "size 16", "size 1", "off", "Set it to TP."),
+        ("longspan", "size 16", "size 32", "does not divide TP", "Set it to TP."),
+        ("longspan", "size 16", "size all", "is all, no whole number", "Set it to TP."),
+        ("vllm-ascend", "size 4", "size 3", "does not divide TP", "Set it to a divisor of TP above 1."),
+        ("vllm-ascend", "size 4", "size 1", "off", "Set it to a divisor of TP above 1."),
     ],
 )
-def test_accuracy_reports(report: object, status: str, launch: Path) -> None:
-    text = report if isinstance(report, str) else json.dumps(report)
-    (launch / "longspan" / "accuracy.json").write_text(text)
-    assert findings_of(launch / "longspan")["accuracy regression"].status == status
-    other = launch / "report.json"
-    other.write_text(text)
-    assert findings_of(launch / "sglang", other)["accuracy regression"].status == status
+def test_remedies_of_dcp_are_what_the_engine_takes(
+    engine: str, old: str, new: str, found: str, remedy: str, launch: Path
+) -> None:
+    edit(launch / engine, "*-?.sh", put(f"context-parallel-{old}", f"context-parallel-{new}"))
+    finding = findings_of(launch / engine)[DCP]
+    assert finding.status == "fail" and found in finding.found and finding.remedy == remedy
 
 
-@contextmanager
-def server(answers: dict[str, tuple[int, str]]) -> Iterator[str]:
-    """Answers GET by path; all else is 404."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, text = answers.get(self.path, (404, ""))
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    running = HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{running.server_port}"
-    finally:
-        running.shutdown()
-        running.server_close()
+def test_sizes_are_read_as_vllm_reads_them() -> None:
+    sizes = {
+        "64k": 64000,
+        "64K": 65536,
+        "1M": 2**20,
+        "1m": 10**6,
+        "25.6k": 25600,
+        "0": 0,
+        "7": 7,
+        "2T": 2**41,
+    }
+    assert {text: whole_number(text) for text in sizes} == sizes
+    for text in ("", "K", "1.5K", "1.5", "-1", "64 K", "64Kb", "²", "9" * 5000):
+        assert whole_number(text) is None
 
 
-def models(length: int | None) -> tuple[int, str]:
-    return 200, json.dumps({"data": [{"id": "kimi", "max_model_len": length}]})
+def test_a_plan_on_one_host_may_listen_on_loopback(tmp_path: Path) -> None:
+    run("kimi-linear", "--hosts", "10.0.0.1", "--json", "--output", tmp_path)
+    edit(tmp_path / "longspan", "server-0.sh", put("--host 0.0.0.0", "--host 127.0.0.1"))
+    assert findings_of(tmp_path)["addresses"].status == "pass"
 
 
-GOOD = {"/health": (200, ""), "/v1/models": models(2**20), "/metrics": (200, METRICS)}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, {"health": "pass", "model": "pass", "metrics": "pass"}),
-        ({"/health": (503, "")}, {"health": "fail", "model": "pass", "metrics": "pass"}),
-        ({"/v1/models": models(4096)}, {"health": "pass", "model": "fail", "metrics": "pass"}),
-        ({"/v1/models": models(None)}, {"health": "pass", "model": "unknown", "metrics": "pass"}),
-        ({"/v1/models": (200, "no")}, {"health": "pass", "model": "fail", "metrics": "pass"}),
-        ({"/metrics": (404, "")}, {"health": "pass", "model": "pass", "metrics": "fail"}),
-        ({"/metrics": (200, "up 1")}, {"health": "pass", "model": "pass", "metrics": "fail"}),
-    ],
-)
-def test_a_running_server_is_asked(changes: dict, expected: dict[str, str]) -> None:
-    with server(GOOD | changes) as url:
-        for address in (url, f"{url}/v1", f"{url}/"):
-            assert {f.point: f.status for f in check_server(address, 2**20)} == expected
-
-
-def test_a_server_that_does_not_answer_fails_once() -> None:
-    with server(GOOD) as url:
-        pass
-    assert [(f.point, f.status) for f in check_server(url)] == [("health", "fail")]
-
-
-def test_the_exit_code_says_whether_to_go_live(launch: Path, capsys) -> None:
-    with server(GOOD) as url:
-        assert run("--check", launch / "longspan", url) == 0
-        (launch / "longspan" / "accuracy.json").write_text('{"passed": false}')
-        assert run("--check", launch / "longspan", url) == 1
-        assert "1 fail" in capsys.readouterr().out
-        assert run("--check", url, "--json") == 0
-        rows = json.loads(capsys.readouterr().out)
-    assert {row["status"] for row in rows} == {"pass"}
-
-
-def test_what_is_no_launch_directory_is_refused(tmp_path: Path, launch: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
-        check_targets([str(tmp_path / "none")])
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(ConfigError, match=r"has no plan\.json"):
-        check_targets([str(empty)])
-    file = launch / "longspan" / "plan.json"
-    plan = json.loads(file.read_text())
-    for text in ("{}", "[]", "{", json.dumps(dict.fromkeys(plan)), json.dumps(plan | {"engine": "tgi"})):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match="it lacks engine"):
-            check_targets([str(launch / "longspan")])
-    for field in ({"hardware": {}}, {"sides": [{}]}, {"urls": {"a": 1}}):
-        file.write_text(json.dumps(plan | field))
-        with pytest.raises(ConfigError, match=f"it lacks {next(iter(field))}"):
-            check_targets([str(launch / "longspan")])
-
-
-@pytest.mark.parametrize("target", ["ftp://10.0.0.1", "http://", "http:///v1", "localhost:8000"])
-def test_what_is_no_address_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match="no http:// address"):
-        check_targets([target])
+def test_in_a_plain_server_the_interleave_divides_the_block(tmp_path: Path) -> None:
+    run("kimi-linear", "--hosts", "10.0.0.1", "--json", "--output", tmp_path)
+    script = next((tmp_path / "longspan").glob("server-0.sh"))
+    block = re.search(r"--block-size (\d+)", script.read_text())
+    assert block
+    for interleave, status in (
+        (1, "pass"),
+        (int(block[1]) // 2, "pass"),
+        (int(block[1]), "pass"),
+        (7, "fail"),
+    ):
+        text = re.sub(r" --cp-kv-cache-interleave-size \d+", "", script.read_text())
+        script.write_text(text.replace("--block", f"--cp-kv-cache-interleave-size {interleave} --block"))
+        assert findings_of(tmp_path)["blocks"].status == status

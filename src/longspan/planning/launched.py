@@ -5,32 +5,40 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.planning.hardware import ENGINES
+from longspan.planning.plan_file import PLAN_FILE, PlanFile, read_plan, role_of
 
-PLAN_FILE = "plan.json"
 ROLES = ("server", "prefill", "decode")
-_FIELDS = {
-    "engine": str,
-    "family": str,
-    "scheme": str,
-    "context": int,
-    "topology": str,
-    "hardware": dict,
-    "sides": list,
-    "urls": dict,
-}
 _SHORT = {
     "-tp": "--tensor-parallel-size",
     "-dp": "--data-parallel-size",
     "-dpn": "--data-parallel-rank",
+    "-dpl": "--data-parallel-size-local",
+    "-dpa": "--data-parallel-address",
+    "-dpp": "--data-parallel-rpc-port",
     "-dcp": "--decode-context-parallel-size",
     "-ep": "--enable-expert-parallel",
 }
+_SUFFIXES = {"": 1} | {
+    letter: size
+    for power, small in enumerate("kmgt", start=1)
+    for letter, size in ((small, 1000**power), (small.upper(), 1024**power))
+}
+
+
+def whole_number(text: str) -> int | None:
+    """As vLLM reads sizes: 64k is 64,000, 64K is 65,536, 25.6k is 25,600; None if it is none."""
+    match = re.fullmatch(r"([0-9]{1,15})(\.[0-9]{1,15})?([kmgtKMGT]?)", text)
+    if not match or (match[2] and not match[3].islower()):
+        return None
+    if match[2]:
+        return int(float(match[1] + match[2]) * _SUFFIXES[match[3]])
+    return int(match[1]) * _SUFFIXES[match[3]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class Process:
     script: str
     role: str
     flags: dict[str, list[str]]
+    variables: dict[str, str]  # of its script
 
     def value(self, *names: str) -> str | None:
         """Of the first of these flags that is there."""
@@ -49,15 +58,26 @@ class Process:
         return None
 
     def number(self, *names: str, default: int = 1) -> int:
-        value = self.value(*names)
-        return int(value) if value and value.isdecimal() else default
+        """`default` also for what is no number; that is found by itself (`values`)."""
+        value = whole_number(self.value(*names) or "")
+        return default if value is None else value
 
     def json(self, name: str) -> dict[str, Any]:
         try:
             value = json.loads(self.value(name) or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True)
+class Router:
+    """A script of a router, and the file it learns servers from, if it does."""
+
+    name: str
+    program: str  # "" if it is none that is known
+    flags: dict[str, list[str]]
+    discovery: Path | None
 
 
 @dataclass(frozen=True)
@@ -65,16 +85,17 @@ class Launch:
     """All scripts of one engine, and the plan they were made from."""
 
     directory: Path
-    plan: dict[str, Any]
+    plan: PlanFile
     processes: tuple[Process, ...]
-    routers: dict[str, str]  # name -> text, files they read included
-
-    @property
-    def engine(self) -> str:
-        return self.plan["engine"]
+    routers: tuple[Router, ...]
+    strangers: tuple[str, ...]  # scripts that are not of this plan
 
     def of_role(self, role: str) -> list[Process]:
         return [process for process in self.processes if process.role == role]
+
+
+def scripts_of(processes: Iterable[Process]) -> str:
+    return ", ".join(sorted({process.script for process in processes}))
 
 
 def find_launches(directory: Path) -> list[Launch]:
@@ -90,46 +111,47 @@ def find_launches(directory: Path) -> list[Launch]:
 
 
 def _read(directory: Path) -> Launch:
-    try:
-        plan = json.loads((directory / PLAN_FILE).read_text())
-    except ValueError:
-        plan = None
-    wrong = _faults(plan)
-    if wrong or plan is None:
-        raise ConfigError(
-            f"{directory / PLAN_FILE} is no plan: it lacks {', '.join(wrong)}, or has something else there.",
-            remedy="Write it again with `longspan plan --output`.",
-        )
-    processes, routers = [], {}
+    plan = read_plan(directory / PLAN_FILE)
+    processes: list[Process] = []
+    routers: list[Router] = []
+    strangers: list[str] = []
     for path in sorted(directory.glob("*.sh")):
-        role = path.stem.split("-")[0]
-        if role in ROLES:
-            processes += [Process(path.name, role, flags) for flags in _commands(path.read_text())]
+        if path.name in plan.urls:
+            text = _text(path)
+            variables = _variables(text)
+            processes += [
+                Process(path.name, role_of(path.name), flags, variables) for flags in _commands(text)
+            ]
+        elif path.stem.split("-")[0] == "router":
+            routers.append(_router(path))
         else:
-            routers[path.name] = path.read_text()
-    workers = directory / "workers.json"
-    for name, text in routers.items():
-        if "--discovery-file" in text and workers.is_file():
-            routers[name] = text + workers.read_text()
-    return Launch(directory, plan, tuple(processes), routers)
+            strangers.append(path.name)
+    return Launch(directory, plan, tuple(processes), tuple(routers), tuple(strangers))
 
 
-def _faults(plan: Any) -> list[str]:
-    """Fields that are not what `plan --output` writes."""
-    if not isinstance(plan, dict):
-        return list(_FIELDS)
-    wrong = [field for field, kind in _FIELDS.items() if not isinstance(plan.get(field), kind)]
-    if wrong:
-        return wrong
-    if plan["engine"] not in ENGINES:
-        wrong.append("engine")
-    if "name" not in plan["hardware"]:
-        wrong.append("hardware")
-    if not all(isinstance(side, dict) and {"role", "nodes", "split"} <= set(side) for side in plan["sides"]):
-        wrong.append("sides")
-    if not all(isinstance(urls, list) for urls in plan["urls"].values()):
-        wrong.append("urls")
-    return wrong
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8: {error.reason} at byte {error.start}.",
+            remedy="Write it again with `longspan plan --output`.",
+        ) from None
+
+
+def _router(path: Path) -> Router:
+    text = re.sub(r"^\s*#.*\n", "", _text(path), flags=re.M)
+    flags = next(iter(_commands(text)), {})
+    program = re.search(r"vllm-router|sglang_router|load_balance_proxy|smg", text)
+    file = " ".join(flags.get("--discovery-file", ()))
+    place = path.parent / file.replace("$(dirname $0)", str(path.parent.absolute())) if file else None
+    return Router(path.name, program[0] if program else "", flags, place)
+
+
+def _variables(text: str) -> dict[str, str]:
+    """What a script sets before its servers start, as it is written there."""
+    lines = re.findall(r"^(?:export )?([A-Z][A-Z0-9_]*)=(\S*)", text, flags=re.M)
+    return {name: value.strip("'\"") for name, value in lines}
 
 
 def _commands(text: str) -> list[dict[str, list[str]]]:
