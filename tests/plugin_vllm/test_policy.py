@@ -32,20 +32,15 @@ def test_without_vllm_the_remedy_is_how_to_install_it(monkeypatch) -> None:
         policy.require_tested_release()
 
 
-def transfer(connector: str, *children: str) -> dict[str, object]:
+def transfer(connector: str) -> dict[str, object]:
     """The decode side of a split."""
-    config: dict[str, object] = {"kv_connector": connector, "kv_role": "kv_consumer"}
-    nested = [{"kv_connector": child, "kv_role": "kv_consumer"} for child in children]
-    return config | {"kv_connector_extra_config": {"connectors": nested}} if children else config
+    return {"kv_connector": connector, "kv_role": "kv_consumer"}
 
 
-def shards(connector: str, **options: object) -> dict[str, object]:
-    """The same with decode context parallel."""
-    return {
-        "kv_transfer_config": transfer(connector),
-        "tensor_parallel_size": 2,
-        "decode_context_parallel_size": 2,
-    } | options
+def shards(**options: object) -> dict[str, object]:
+    """The same over NIXL, with decode context parallel."""
+    ranks = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    return {"kv_transfer_config": transfer("NixlConnector")} | ranks | options
 
 
 @pytest.mark.parametrize(
@@ -59,12 +54,11 @@ def shards(connector: str, **options: object) -> dict[str, object]:
         ({"runner": "pooling", "dtype": "float32"}, "runner pooling"),
         ({"hf_overrides": {"num_experts_per_tok": 1}}, "hf-overrides"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative-config"),
-        (shards("NixlPullConnector"), "decode-context-parallel-size with NixlPullConnector"),
-        (shards("NixlConnector", tensor_parallel_size=4), "is 2;.*parallel-size 4"),
+        (shards(tensor_parallel_size=4), "is 2;.*parallel-size 4"),
         ({"kv_transfer_config": transfer("NixlPushConnector")}, "NixlPushConnector, of vLLM's"),
-        ({"kv_transfer_config": transfer("MultiConnector", "LMCacheConnectorV1")}, "LMCacheConnectorV1, of"),
-        (shards("NixlConnector", dcp_kv_cache_interleave_size=32), "only --cp-kv-cache-interleave-size"),
-        (shards("NixlConnector", block_size=64, cp_kv_cache_interleave_size=32), "is 32,.* give 64"),
+        ({"kv_transfer_config": transfer("MultiConnector")}, "MultiConnector, of vLLM's"),
+        (shards(dcp_kv_cache_interleave_size=32), "only --cp-kv-cache-interleave-size"),
+        (shards(block_size=64, cp_kv_cache_interleave_size=32), "is 32,.* give 64"),
     ],
     ids=[
         "cache",
@@ -75,7 +69,6 @@ def shards(connector: str, **options: object) -> dict[str, object]:
         "pooling",
         "overrides",
         "speculation",
-        "pull",
         "fewer ranks",
         "push",
         "others",

@@ -86,7 +86,9 @@ def test_blocks_are_read_by_one_request_and_others_do_without(split: Split) -> N
     prompt, *others = make_prompts(50, *[50] * 4, seed=8)  # less than a block: decode can cache nothing
     body = split.fill(completion(prompt, MAX_TOKENS))
     (want,) = split.reference([prompt])
-    both = split.decode.post("/v1/completions", body | {"n": 2, "temperature": 1, "top_k": 1}).json()["choices"]
+    both = split.decode.post("/v1/completions", body | {"n": 2, "temperature": 1, "top_k": 1}).json()[
+        "choices"
+    ]
     assert [choice["token_ids"] for choice in both] == [want.token_ids] * 2
     for other in others:
         split.prefill.complete(other, 1)

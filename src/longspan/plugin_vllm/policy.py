@@ -32,7 +32,6 @@ BLOCK_SIZES = range(64, 512, 16)  # tokens
 WELL_FILLED = 0.9  # of a block, by states
 CONNECTORS = {  # ours that stand in for vLLM's; no other was seen to carry what our blocks hold
     "NixlConnector": ("nixl", "LongspanNixlConnector"),
-    "NixlPullConnector": ("nixl", "LongspanNixlConnector"),
     "MooncakeStoreConnector": ("mooncake", "LongspanMooncakeStoreConnector"),
 }
 
@@ -129,18 +128,13 @@ class _Defaults:
                 vllm_config.parallel_config.tensor_parallel_size,
                 vllm_config.model_config.dtype.itemsize,
             )
-        if "NixlConnector" in _connectors(vllm_config):
+        if _connector(vllm_config) == "NixlConnector":
             _prepare_to_hand_over_shards(vllm_config)
 
 
-def _connectors(vllm_config: VllmConfig) -> list[str]:
-    """Names of those that carry memory to and from other servers."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector is None:
-        return []
-    if transfer.kv_connector != "MultiConnector":
-        return [transfer.kv_connector]
-    return [str(one.get("kv_connector")) for one in transfer.kv_connector_extra_config.get("connectors", [])]
+def _connector(vllm_config: VllmConfig) -> str | None:
+    """The name of what carries memory to and from other servers."""
+    return vllm_config.kv_transfer_config and vllm_config.kv_transfer_config.kv_connector
 
 
 def _prepare_to_hand_over_shards(vllm_config: VllmConfig) -> None:
@@ -193,7 +187,7 @@ def require_supported(vllm_config: VllmConfig) -> None:
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     dtypes = ("auto", str(model.dtype).removeprefix("torch."))
-    connectors = _connectors(vllm_config)
+    connector = _connector(vllm_config)
     if not current_platform.is_cpu():
         raise ConfigError(
             f"vLLM runs on {current_platform.device_name}; Longspan's operators compute on CPUs.",
@@ -210,16 +204,12 @@ def require_supported(vllm_config: VllmConfig) -> None:
         f"--kv-cache-dtype {cache.cache_dtype}": cache.cache_dtype not in dtypes,
         f"--mamba-cache-dtype {cache.mamba_cache_dtype}": cache.mamba_cache_dtype not in dtypes,
         "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
-        "--decode-context-parallel-size with NixlPullConnector, only with NixlConnector": (
-            "NixlPullConnector" in connectors and parallel.decode_context_parallel_size > 1
-        ),
         "--dcp-kv-cache-interleave-size, only --cp-kv-cache-interleave-size": (
             parallel.dcp_kv_cache_interleave_size > 1
         ),
         "--load-format dummy": vllm_config.load_config.load_format == "dummy",
-    } | {
-        f"{name}, of vLLM's connectors only {', '.join(CONNECTORS)}": name not in CONNECTORS
-        for name in connectors
+        f"{connector}, of vLLM's connectors only {', '.join(CONNECTORS)}": connector
+        not in (None, *CONNECTORS),
     }
     for asked, refused in refusals.items():
         if refused:
