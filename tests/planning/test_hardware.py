@@ -96,6 +96,23 @@ def test_a_file_of_ones_own_is_read(tmp_path: Path) -> None:
         (('mxfp4 = "unpacked"', 'fp3 = ""'), "'fp3'"),
         (('mxfp4 = "unpacked"', "mxfp4 = 3"), "a text was expected"),
         (("value = 80", "value = inf"), "a number above 0"),
+        (
+            ('kind = "cuda"\nengines = ["sglang"]', 'kind = "cpu"\nengines = ["vllm-ascend"]'),
+            "vllm-ascend, .*'cpu'",
+        ),
+        (
+            ('kind = "cuda"\nengines = ["sglang"]', 'kind = "cpu"\nengines = ["longspan", "sglang"]'),
+            "sglang, .*cpu",
+        ),
+        (
+            ('engines = ["sglang"]', 'engines = ["vllm-ascend"]'),
+            "vllm-ascend, which can't run on kind 'cuda'",
+        ),
+        (('title = "four cards"', 'title = "four\\ncards"'), "title is .* without control characters"),
+        (('title = "four cards"', 'title = """four\ncards"""'), "title is .* without control characters"),
+        (('mxfp4 = "unpacked"', 'mxfp4 = "un\\u001bpacked"'), "schemes.mxfp4 is .* without control"),
+        (('"nvidia-smi"', '"nvidia\\u2028smi"'), "memory_gib source is .* without control characters"),
+        (("[my-server]", '[sources]\nme = "a\\tb"\n[my-server]'), "me is .* without control characters"),
         (("[my-server]", "[my-server"), "is not TOML"),
         (("[my-server]", "sources = 3\n[my-server]"), "sources.* a table was expected"),
         (("[my-server]", "sources = { me = 3 }\n[my-server]"), "me is 3; a text was expected"),
@@ -110,6 +127,11 @@ def test_a_file_that_is_wrong_says_where_and_what_was_expected(
     assert change[0] in OWN
     with pytest.raises(ConfigError, match=message):
         load_hardware(own(tmp_path, OWN.replace(*change, 1)))
+
+
+def test_a_machine_whose_name_breaks_a_line_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"name is .* without control characters"):
+        load_hardware(own(tmp_path, OWN.replace("my-server", '"my\\nserver"')))
 
 
 def test_several_tables_or_no_such_file_are_refused(tmp_path: Path) -> None:

@@ -71,6 +71,20 @@ def test_a_second_plan_replaces_the_scripts_of_the_first_and_nothing_else(tmp_pa
     assert "longspan/workers.json" not in write(1, "plain")
 
 
+def test_a_title_with_all_that_a_shell_takes_for_itself_stays_a_comment(tmp_path: Path, capsys) -> None:
+    title = """"$(id) `id` 'it' \\"""
+    own = tmp_path / "own.toml"
+    number = "{ value = 512, assumed = 'x' }"
+    own.write_text(
+        f"[own]\ntitle = '''{title}'''\nkind = 'cpu'\nengines = ['longspan']\nschemes = {{ bf16 = '' }}\n"
+        f"devices_per_node = {{ value = 1, assumed = 'x' }}\nusable = {{ value = 1, assumed = 'x' }}\n"
+        f"memory_gib = {number}\nmemory_gb_s = {number}\nlink_gb_s = {number}\nnetwork_gb_s = {number}\n"
+    )
+    assert run(*SMALL, "--hardware", own, "--output", tmp_path / "out") == 0
+    lines = (tmp_path / "out" / "longspan" / "server-0.sh").read_text().splitlines()
+    assert [line[0] for line in lines if title in line] == ["#"]
+
+
 def test_an_engine_that_the_second_plan_has_not_keeps_no_scripts(tmp_path: Path, capsys) -> None:
     case = ["--hardware", "h200x8", "--nodes", 4, "--topology", "2p2d", "--output", tmp_path]
     assert run(*case) == 0

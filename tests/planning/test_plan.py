@@ -13,7 +13,7 @@ from support.plan_command import CASE, run
 from longspan.config import load_config
 from longspan.errors import CapacityError, ConfigError
 from longspan.memory.sizes import bytes_per_token
-from longspan.planning.derivation import Line, derive
+from longspan.planning.derivation import Line, derive, scheme_text
 from longspan.planning.engines import load_engine
 from longspan.planning.hardware import bundled
 from longspan.planning.models import load_model_config
@@ -181,9 +181,11 @@ def test_too_few_nodes_are_refused_with_how_many_would_do() -> None:
     assert plan_of("h200x8", int(nodes[1])).sides[0].fit.sequences > 0
 
 
-def test_too_many_nodes_are_refused_with_fewer() -> None:
-    with pytest.raises(CapacityError, match=r"Give this side 2 nodes \(100000 now\)"):
-        plan_of("h200x8", 100_000)
+@pytest.mark.parametrize("nodes", [113, 100_000])
+def test_too_many_nodes_are_refused_with_the_most_that_get_experts(nodes: int) -> None:
+    with pytest.raises(CapacityError, match=f"Give this side 112 nodes: experts can't be dealt over {nodes}"):
+        plan_of("h200x8", nodes)
+    assert plan_of("h200x8", 112).sides[0].fit.split.experts_of_rank(896) == 1
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does() -> None:
@@ -222,6 +224,13 @@ def test_a_model_is_not_planned_in_a_form_it_has_not() -> None:
         make_plan(
             "kl", linear, hardware, load_engine("longspan"), scheme="bf16", index_key_dtype="int8", **common
         )
+
+
+@pytest.mark.parametrize(("hardware", "said"), [("ascend-950dt", "MXFP4"), ("atlas-800-a3", "INT4")])
+def test_what_is_said_of_weights_is_true_of_the_hardware(hardware: str, said: str) -> None:
+    line = scheme_text(plan_of(hardware, 8, scheme="w4a8").workload)
+    assert said in line and ("assumed" in line) == (said == "INT4")
+    assert said == "INT4" or "INT4" not in line
 
 
 def test_topologies() -> None:

@@ -78,6 +78,15 @@ def test_the_end_of_one_server_ends_all_with_its_exit_code(
     assert not any(map(alive, started(tmp_path, 1)))
 
 
+@settings(deadline=None)
+@given(st.text())
+def test_no_line_of_a_comment_is_one_of_the_script(comment: str) -> None:
+    command = (Command(("true",), ()),)
+    plain, commented = (Script("a.sh", "server", text, command).text() for text in ("", comment))
+    lines = [line for line in commented.split("\n") if not line.startswith("#")]
+    assert lines == [line for line in plain.split("\n") if not line.startswith("#")]
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1))
 def test_a_default_arrives_as_it_is_whatever_it_contains(path: str) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 from longspan.errors import CapacityError, ConfigError
 from longspan.planning.schemes import SCHEMES
 
-KINDS = ("cpu", "cuda", "ascend")
 ENGINES = ("longspan", "vllm-ascend", "sglang")
+_ENGINES_OF = {"cpu": ("longspan",), "cuda": ("longspan", "sglang"), "ascend": ENGINES}
 FAMILIES = ("kimi-linear", "k3", "k3.1")
 GIB = 2**30
 
@@ -151,11 +151,18 @@ class _Tables:
             raise ConfigError(f"{at} devices_per_node is {devices}; a whole number was expected.")
         if numbers["usable"].value > 1:
             raise ConfigError(f"{at} usable is {numbers['usable'].value}; a part of at most 1 was expected.")
+        kind = _one_of(f"{at} kind", table["kind"], tuple(_ENGINES_OF))
+        engines = _names(f"{at} engines", table["engines"], ENGINES)
+        if foreign := [engine for engine in engines if engine not in _ENGINES_OF[kind]]:
+            raise ConfigError(
+                f"{at} engines has {', '.join(foreign)}, which can't run on kind {kind!r}.",
+                remedy=f"Legal there are {', '.join(_ENGINES_OF[kind])}.",
+            )
         return Hardware(
-            name=name,
+            name=_text(f"{at} name", name),
             title=_text(f"{at} title", table["title"]),
-            kind=_one_of(f"{at} kind", table["kind"], KINDS),
-            engines=_names(f"{at} engines", table["engines"], ENGINES),
+            kind=kind,
+            engines=engines,
             schemes=_texts(f"{at} schemes", table["schemes"], tuple(SCHEMES)),
             refused={
                 _one_of(f"{at} refused", family, FAMILIES): self._refusal(f"{at} refused.{family}", refusal)
@@ -201,6 +208,8 @@ def _table(at: str, value: Any) -> dict[str, Any]:
 def _text(at: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{at} is {value!r}; a text was expected.")
+    if not value.isprintable():  # it would break lines of tables and of scripts
+        raise ConfigError(f"{at} is {value!r}; one line without control characters was expected.")
     return value
 
 

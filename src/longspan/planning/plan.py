@@ -286,11 +286,16 @@ def _too_small(workload: Workload, side: Side) -> CapacityError:
         )
     nearest = max(tried, key=lambda fit: fit.cache_room - fit.memory.sequence_bytes(workload.context))
     need = nearest.memory.weight_bytes + nearest.activations + nearest.memory.sequence_bytes(workload.context)
-    counts = (*range(side.nodes + 1, _NODES_TRIED + 1), *range(1, min(side.nodes, _NODES_TRIED + 1)))
-    enough = next((n for n in counts if _fits(workload, Side(side.role, n))), None)
+    more = range(side.nodes + 1, _NODES_TRIED + 1)
+    dealt = workload.config.moe.num_experts // hardware.devices  # nodes whose devices all get an expert
+    fewer = () if _fits(workload, side) else range(min(side.nodes - 1, max(_NODES_TRIED, dealt)), 0, -1)
+    enough, most = (
+        next((n for n in counts if _fits(workload, Side(side.role, n))), None) for counts in (more, fewer)
+    )
     shorter = max(fit.memory.tokens_in(fit.cache_room) for fit in tried)
     remedies = [
         *([f"Give this side {enough} nodes ({side.nodes} now)."] if enough else []),
+        *([f"Give this side {most} nodes: experts can't be dealt over {side.nodes}."] if most else []),
         *([f"Plan for --context {shorter}."] if shorter else []),
     ]
     return CapacityError(

@@ -34,8 +34,8 @@ SCHEMES = {
             "w4a8",
             _MX_BITS,
             16,
-            "4-bit experts, scales of a quarter bit a weight (assumed for INT4); the rest bfloat16 (an upper "
-            "bound: published W4A8 weights may hold part of it in 8 bits)",
+            "4-bit experts, scales of a quarter bit a weight; the rest bfloat16 (an upper bound: published "
+            "W4A8 weights may hold part of it in 8 bits)",
         ),
         Scheme(
             "w8a8",
