@@ -157,6 +157,8 @@ def swap(one: str, other: str) -> Callable[[str], str]:
         ("longspan", "prefill-1.sh", put("CHANNEL_HOST=10.0.0.2", "CHANNEL_HOST=10.0.0.1"), "addresses"),
         ("longspan", "prefill-1.sh", put("export VLLM_NIXL", "export XVLLM_NIXL"), "addresses"),
         ("vllm-ascend", "decode-0.sh", put("HCCL_IF_IP=10.0.0.5", "HCCL_IF_IP=10.0.0.6"), "addresses"),
+        ("longspan", "prefill-*.sh", put("address 10.0.0.1", "address 10.0.0.2"), "addresses"),
+        ("longspan", "prefill-1.sh", put("--host 0.0.0.0", "--host 10.0.0.3"), "addresses"),
         # routers
         ("longspan", "workers.json", swap('"prefill",', '"decode",'), "routers"),
         ("longspan", "workers.json", put("{", "["), "routers"),
@@ -285,6 +287,21 @@ def test_a_plan_on_one_host_may_listen_on_loopback(tmp_path: Path) -> None:
     run("kimi-linear", "--hosts", "10.0.0.1", "--json", "--output", tmp_path)
     edit(tmp_path / "longspan", "server-0.sh", put("--host 0.0.0.0", "--host 127.0.0.1"))
     assert findings_of(tmp_path)["addresses"].status == "pass"
+
+
+def test_a_name_may_stand_for_the_address_of_a_node(launch: Path) -> None:
+    edit(launch / "longspan", "prefill-1.sh", put("CHANNEL_HOST=10.0.0.2", "CHANNEL_HOST=node2"))
+    assert findings_of(launch / "longspan")["addresses"].status == "pass"
+    edit(launch / "longspan", "prefill-1.sh", put("CHANNEL_HOST=node2", "CHANNEL_HOST=localhost"))
+    assert findings_of(launch / "longspan")["addresses"].status == "fail"
+
+
+def test_what_many_scripts_have_in_common_is_said_once(launch: Path) -> None:
+    edit(launch / "longspan", "decode-*.sh", put("--max-num-seqs 16", "--max-num-seqs 0"))
+    names = ", ".join(f"decode-{n}.sh" for n in range(4))
+    assert (
+        findings_of(launch / "longspan")["values"].found == f"--max-num-seqs is 0, not at least 1, in {names}"
+    )
 
 
 def test_in_a_plain_server_the_interleave_divides_the_block(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.plan_command import run
 
 from longspan.errors import ConfigError
@@ -225,6 +228,30 @@ def test_a_field_of_a_plan_of_another_type_is_named(place: tuple, value: object,
     with pytest.raises(ConfigError, match=re.escape(".".join(map(str, place)))) as caught:
         check_targets([str(launch)])
     assert "\n" not in str(caught.value) and "--output" in caught.value.remedy
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_whatever_a_field_of_a_plan_holds_it_is_checked_or_refused(
+    written: Path, data: st.DataObject
+) -> None:
+    plan = json.loads((written / "plan.json").read_text())
+    plan[data.draw(st.sampled_from(sorted(plan)))] = data.draw(ANYTHING)
+    with TemporaryDirectory() as directory:
+        Path(directory, "plan.json").write_text(json.dumps(plan))
+        try:
+            findings = check_targets([directory])
+        except ConfigError as error:
+            assert error.remedy and "is no plan" in str(error)
+        else:
+            assert {f.status for f in findings} == {"pass", "fail", "unknown"}
 
 
 @pytest.mark.parametrize("name", ["server-0.sh", "router.sh"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pydantic import BaseModel, ValidationError
@@ -64,6 +65,11 @@ def _ranks(launch: Launch, role: str) -> Iterator[str]:
     ranks = sorted(p.number("--data-parallel-rank", "--node-rank", default=-1) for p in processes)
     if len(processes) > 1 and ranks != list(range(len(processes))):
         yield f"ranks of {role} are {ranks}"
+    first = next((p for p in processes if p.number("--data-parallel-rank", "--node-rank") == 0), None)
+    own = launch.plan.host_of(first.script) if first else None
+    meeting = first and first.value("--data-parallel-address", "--dist-init-addr")
+    if own and meeting and _is_other(host := meeting.partition(":")[0], own):
+        yield f"{role} nodes meet at {host}, and rank 0 is at {own}"
     count = "--nnodes" if launch.plan.engine == "sglang" else "--data-parallel-size"
     wrong = sorted({p.number(count) for p in processes} - {len(processes)})
     if wrong:
@@ -73,20 +79,34 @@ def _ranks(launch: Launch, role: str) -> Iterator[str]:
 def _own_host(launch: Launch, process: Process) -> Iterator[str]:
     """It listens where it is asked, and tells others its own address."""
     own = launch.plan.host_of(process.script)
+    name = process.script
     # SGLang listens on 127.0.0.1 where nothing is said.
     listens = process.value("--host") or ("127.0.0.1" if launch.plan.engine == "sglang" else "")
     if launch.plan.spread and is_loopback(listens):
-        yield f"{process.script} listens on {listens}, where no other host reaches it"
+        yield f"{name} listens on {listens}, where no other host reaches it"
+    elif own and listens not in _ALL_INTERFACES and not is_loopback(listens) and _is_other(listens, own):
+        yield f"{name} listens on {listens}, and is asked on {own}"
     if own is None:
         return
-    for name in _OWN_ADDRESS:
-        said = process.variables.get(name, own)
-        if said != own and "$" not in said:
-            yield f"{name} of {process.script} is {said}, and its node is {own}"
+    for variable in _OWN_ADDRESS:
+        said = process.variables.get(variable, own)
+        if _is_other(said, own):
+            yield f"{variable} of {name} is {said}, and its node is {own}"
     if launch.plan.engine == "longspan" and process.role != "server" and launch.plan.spread:
         told = process.variables.get(_OWN_ADDRESS[0])
         if told is None and listens in _ALL_INTERFACES:
-            yield f"{process.script} has no {_OWN_ADDRESS[0]}, so decode can't find its memory"
+            yield f"{name} has no {_OWN_ADDRESS[0]}, so the other side can't reach it"
+
+
+def _is_other(said: str, own: str) -> bool:
+    """Whether it is another node for sure: a name may stand for an address, a variable for anything."""
+    if "$" in said or said == own or (is_loopback(said) and is_loopback(own)):
+        return False
+    return is_loopback(said) or _is_ip(said) == _is_ip(own)
+
+
+def _is_ip(host: str) -> bool:
+    return re.fullmatch(r"[0-9.]+", host) is not None or ":" in host
 
 
 class _Worker(BaseModel):

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from longspan.errors import LongspanError
 from longspan.planning.engines import load_engine
-from longspan.planning.finding import Finding, judge, judge_faults
-from longspan.planning.hardware import bundled
+from longspan.planning.finding import Finding, by_script, judge, judge_faults
+from longspan.planning.hardware import ENGINES, bundled
 from longspan.planning.launched import ROLES, Launch, Process, scripts_of, whole_number
 from longspan.planning.plan import LONG_CONTEXT
-from longspan.planning.plan_file import PlannedSide
 
 _TENSOR = ("--tensor-parallel-size", "--tp-size")
 _DCP = ("--decode-context-parallel-size", "--dcp-size")
@@ -22,11 +21,11 @@ _AGAIN = "Write the scripts again with `longspan plan --output`."
 
 @dataclass(frozen=True)
 class _Setting:
-    """What all processes of a side must say with one voice, and perhaps both sides."""
+    """What all processes of a side must say with one voice."""
 
     flags: tuple[str, ...]
     default: str
-    both_sides: bool | str = False  # of all engines, or of the one that is named
+    both_sides: tuple[str, ...] = ()  # engines of which both sides must be alike
 
     def said(self, process: Process) -> str:
         if any(f"--no-{flag[2:]}" in process.flags for flag in self.flags):
@@ -37,13 +36,13 @@ class _Setting:
 
 _ALIKE = {
     # NIXL hands over between ranks of one number; Mooncake's and SGLang's connectors may have others.
-    "TP": _Setting(_TENSOR, "1", both_sides="longspan"),
+    "TP": _Setting(_TENSOR, "1", both_sides=("longspan",)),
     "DP": _Setting(("--data-parallel-size", "--dp-size"), "1"),
     "EP": _Setting(("--enable-expert-parallel", "--ep-size"), "off"),
-    "DCP": _Setting(_DCP, "1", both_sides=True),
-    "block size": _Setting((_BLOCK,), "the engine's own", both_sides=True),
-    "dtype": _Setting(("--dtype",), "auto", both_sides="longspan"),
-    "served name": _Setting(("--served-model-name",), "the path", both_sides=True),
+    "DCP": _Setting(_DCP, "1", both_sides=ENGINES),
+    "block size": _Setting((_BLOCK,), "the engine's own", both_sides=ENGINES),
+    "dtype": _Setting(("--dtype",), "auto", both_sides=("longspan",)),
+    "served name": _Setting(("--served-model-name",), "the path", both_sides=ENGINES),
 }
 
 # Flags that take a number; the lowest that makes sense.
@@ -117,13 +116,13 @@ def _quantization(engine: str, kind: str, scheme: str) -> str | None:
 
 def check_values(where: str, launch: Launch) -> Finding:
     """Numbers where numbers are needed, in their range, and caches of a type that the engine has."""
-    faults = [fault for process in launch.processes for fault in _wrong_values(launch, process)]
-    return judge_faults(where, "values", faults, "all in range", f"Correct them. Or: {_AGAIN}")
+    faults = ((p.script, fault) for p in launch.processes for fault in _wrong_values(launch, p))
+    return judge_faults(where, "values", by_script(faults), "all in range", f"Correct them. Or: {_AGAIN}")
 
 
 def _wrong_values(launch: Launch, process: Process) -> Iterator[str]:
     def wrong(flag: str, expected: str) -> str:
-        return f"{flag} of {process.script} is {process.value(flag) or 'empty'}, not {expected}"
+        return f"{flag} is {process.value(flag) or 'empty'}, not {expected},"
 
     sizes = () if launch.plan.engine == "sglang" else _SIZES
     for flag in (flag for flag in process.flags if flag in _COUNTS or flag in _SIZES):
@@ -175,7 +174,7 @@ def _unlike(launch: Launch) -> Iterator[str]:
         said = _said(launch, setting)
         if any(len(found) > 1 for found in said.values()):
             yield f"{name} differs between nodes of one side"
-        elif setting.both_sides in (True, launch.plan.engine) and said["prefill"] != said["decode"]:
+        elif launch.plan.engine in setting.both_sides and said["prefill"] != said["decode"]:
             prefill, decode = (", ".join(said[role]) or "none" for role in ("prefill", "decode"))
             yield f"{name} is {prefill} for prefill, {decode} for decode"
 
@@ -193,11 +192,7 @@ def _unlike_the_plan(launch: Launch) -> Iterator[str]:
             wanted = str(side.split.expert)
         if len(said[side.role]) == 1 and said[side.role] != {wanted}:
             found = said[side.role].copy().pop()
-            yield f"EP of {side.role} is {found}, and the plan deals experts over {_experts(side)}"
-
-
-def _experts(side: PlannedSide) -> str:
-    return f"{side.split.expert} devices"
+            yield f"EP of {side.role} is {found}, and planned over {side.split.expert} devices"
 
 
 def _sizes_of_mooncake(launch: Launch) -> Iterator[str]:
@@ -215,28 +210,28 @@ def _sizes_of_mooncake(launch: Launch) -> Iterator[str]:
 
 def check_blocks(where: str, launch: Launch) -> Finding:
     """Tokens are dealt over DCP by whole blocks in a split, else by parts of blocks."""
-    faults = [fault for process in launch.processes for fault in _wrong_blocks(launch, process)]
-    return judge_faults(where, "blocks", faults, "dealt as the engine can", _AGAIN)
+    faults = ((p.script, fault) for p in launch.processes for fault in _wrong_blocks(launch, p))
+    return judge_faults(where, "blocks", by_script(faults), "dealt as the engine can", _AGAIN)
 
 
 def _wrong_blocks(launch: Launch, process: Process) -> Iterator[str]:
-    engine, name, old = launch.plan.engine, process.script, "--dcp-kv-cache-interleave-size"
+    engine, old = launch.plan.engine, "--dcp-kv-cache-interleave-size"
     if engine == "sglang":
         return
     if engine == "longspan" and old in process.flags:
-        yield f"{name} has {old}, which the plugin refuses: {_INTERLEAVE} it is"
+        yield f"{old} is there, and the plugin takes only {_INTERLEAVE},"
     block, given = process.number(_BLOCK, default=0), process.value(_INTERLEAVE)
     interleave = process.number(_INTERLEAVE)
     in_split = process.role != "server"
     if given is None:
         if in_split and engine == "vllm-ascend" and process.number(*_DCP) > 1:
-            yield f"{name} has no {_INTERLEAVE}, and the connector hands over blocks of {block}"
+            yield f"{_INTERLEAVE} is missing, and the connector hands over blocks of {block},"
     elif not block:
-        yield f"{_INTERLEAVE} of {name} is {given}, and it has no {_BLOCK}"
+        yield f"{_INTERLEAVE} is {given}, and {_BLOCK} is missing,"
     elif in_split and interleave != block:
-        yield f"{_INTERLEAVE} of {name} is {given}, and the connector hands over blocks of {block}"
+        yield f"{_INTERLEAVE} is {given}, and the connector hands over blocks of {block},"
     elif block % max(1, interleave):
-        yield f"{_INTERLEAVE} of {name} is {given}, and does not divide blocks of {block}"
+        yield f"{_INTERLEAVE} is {given}, and does not divide blocks of {block},"
 
 
 def check_length(where: str, launch: Launch) -> Finding:

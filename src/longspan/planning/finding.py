@@ -25,6 +25,15 @@ def judge(where: str, point: str, good: bool, found: str, remedy: str) -> Findin
     return Finding(where, point, "pass" if good else "fail", found, "" if good else remedy)
 
 
+def by_script(faults: Iterable[tuple[str, str]]) -> list[str]:
+    """Of (script, fault): a fault once, with all scripts that have it."""
+    scripts: dict[str, list[str]] = {}
+    for script, fault in faults:
+        if script not in scripts.setdefault(fault, []):
+            scripts[fault].append(script)
+    return [f"{fault} in {', '.join(names)}" for fault, names in scripts.items()]
+
+
 def judge_faults(where: str, point: str, faults: Iterable[str], fine: str, remedy: str) -> Finding:
     """Passes without faults, and then says `fine`."""
     text = "; ".join(dict.fromkeys(faults))
