@@ -13,8 +13,8 @@ Flag = tuple[str, str | tuple[str, ...] | None]
 
 HTTP_PORTS = {"server": 8000, "prefill": 8100, "decode": 8200}
 ROUTER_PORT = 8080
-# Of several servers: SIGTERM, Ctrl-C and the end of one end all. The exit code is that of the first to end.
 _SUPERVISION = """\
+# All servers end when this script is told to, or with the first that ends, whose exit code is the script's.
 end_all() {
   code=$?
   trap - EXIT HUP INT TERM
