@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from longspan.errors import ConfigError
 from longspan.planning.hardware import ENGINES
@@ -62,8 +63,15 @@ class PlanFile(_Part):
     @classmethod
     def _known(cls, name: str) -> str:
         if name not in ENGINES:
-            raise ValueError(f"should be {', '.join(ENGINES)}")
+            raise ValueError(f"{name!r} is none of {', '.join(ENGINES)}")
         return name
+
+    @model_validator(mode="after")
+    def _a_script_for_each_node(self) -> Self:
+        scripts = Counter(map(role_of, self.urls))
+        if scripts != {side.role: side.nodes for side in self.sides}:
+            raise ValueError(f"urls should have a script for each node of sides, and has {len(self.urls)}")
+        return self
 
     @property
     def split_in_two(self) -> bool:
@@ -113,6 +121,6 @@ def faults_of(error: ValidationError) -> str:
     faults = []
     for fault in error.errors(include_url=False)[:3]:
         where = ".".join(map(str, fault["loc"]))
-        found = "" if fault["type"] in ("missing", "json_invalid") else f", found {fault['input']!r:.40}"
-        faults.append(f"{where}: {fault['msg']}{found}" if where else f"{fault['msg']}{found}")
+        found = "" if fault["type"] in ("missing", "value_error") else f", found {fault['input']!r:.40}"
+        faults.append(f"{where}: {fault['msg']}{found}" if where else fault["msg"])
     return "; ".join(" ".join(fault.split()) for fault in faults)
