@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.cluster_cases import Answer, embedded_answers
+from support.cluster_cases import Answer, assert_same, embedded_answers
 from support.cluster_servers import SMALL, Running, completion, read_answer, vllm_server
 
 MAX_TOKENS = 8
@@ -95,6 +95,13 @@ class Split:
     def wait_until_idle(self) -> None:
         for server in self.servers.values():
             server.wait_until_idle(self.lease_s + 20)
+
+    def check_partly_cached(self, prompts: list[list[int]]) -> None:
+        """Asserts exact answers to prompts of which decode has some blocks, and gets others."""
+        before, cached = self.transferred(), self.decode.metric("prefix_cache_hits_total")
+        assert_same([self.complete(p) for p in prompts], self.reference(prompts))
+        assert self.decode.metric("prefix_cache_hits_total") > cached, "nothing came from decode's own cache"
+        assert self.transferred() > before
 
     def reference(self, prompts: list[list[int]]) -> list[Answer]:
         """What the embedded engine answers."""
