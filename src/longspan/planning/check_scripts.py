@@ -151,8 +151,9 @@ def _part(text: str | None) -> float:
 
 
 def check_roles(where: str, launch: Launch) -> Finding:
-    """Each script says its role, nodes of a side are alike, both sides where the connector needs it."""
-    faults = [*_own_roles(launch), *_unlike(launch), *_unlike_the_plan(launch), *_sizes_of_mooncake(launch)]
+    """Each script says its role, nodes of a side are alike, and both sides where the connector needs it."""
+    faults = [*_own_roles(launch), *_unlike(launch), *_unlike_the_plan(launch)]
+    faults += by_script((p.script, fault) for p in launch.processes for fault in _wrong_sizes(launch, p))
     return judge_faults(where, "roles", faults, launch.plan.topology, _AGAIN)
 
 
@@ -172,9 +173,11 @@ def _own_roles(launch: Launch) -> Iterator[str]:
 def _unlike(launch: Launch) -> Iterator[str]:
     for name, setting in _ALIKE.items():
         said = _said(launch, setting)
-        if any(len(found) > 1 for found in said.values()):
-            yield f"{name} differs between nodes of one side"
-        elif launch.plan.engine in setting.both_sides and said["prefill"] != said["decode"]:
+        uneven = [role for role in ROLES if len(said[role]) > 1]
+        for role in uneven:
+            yield f"{name} differs between {role} nodes: {', '.join(sorted(said[role]))}"
+        both = launch.plan.engine in setting.both_sides
+        if both and not uneven and said["prefill"] != said["decode"]:
             prefill, decode = (", ".join(said[role]) or "none" for role in ("prefill", "decode"))
             yield f"{name} is {prefill} for prefill, {decode} for decode"
 
@@ -191,21 +194,18 @@ def _unlike_the_plan(launch: Launch) -> Iterator[str]:
         if launch.plan.engine == "sglang":
             wanted = str(side.split.expert)
         if len(said[side.role]) == 1 and said[side.role] != {wanted}:
-            found = said[side.role].copy().pop()
-            yield f"EP of {side.role} is {found}, and planned over {side.split.expert} devices"
+            yield f"EP of {side.role} is {', '.join(said[side.role])}, not {wanted} as planned"
 
 
-def _sizes_of_mooncake(launch: Launch) -> Iterator[str]:
+def _wrong_sizes(launch: Launch, process: Process) -> Iterator[str]:
     """vLLM Ascend's connector is told the sizes of both sides, which may differ."""
-    for process in launch.processes:
-        sizes = process.json("--kv-transfer-config").get("kv_connector_extra_config")
-        for role in ("prefill", "decode"):
-            told = sizes.get(role) if isinstance(sizes, dict) else None
-            for key, name in {"tp_size": "TP", "dp_size": "DP"}.items():
-                said = _said(launch, _ALIKE[name])[role]
-                if isinstance(told, dict) and len(said) == 1 and said != {str(told.get(key))}:
-                    found = ", ".join(said)
-                    yield f"{key} of {role} in {process.script} is {told.get(key)}, and {name} is {found}"
+    sizes = process.json("--kv-transfer-config").get("kv_connector_extra_config")
+    for role in ("prefill", "decode"):
+        told = sizes.get(role) if isinstance(sizes, dict) else None
+        for key, name in {"tp_size": "TP", "dp_size": "DP"}.items():
+            said = _said(launch, _ALIKE[name])[role]
+            if isinstance(told, dict) and len(said) == 1 and said != {str(told.get(key))}:
+                yield f"{key} of {role} is {told.get(key)}, and {name} is {', '.join(said)},"
 
 
 def check_blocks(where: str, launch: Launch) -> Finding:
@@ -237,7 +237,7 @@ def _wrong_blocks(launch: Launch, process: Process) -> Iterator[str]:
 def check_length(where: str, launch: Launch) -> Finding:
     context = launch.plan.context
     short = scripts_of(p for p in launch.processes if p.number(*_LENGTH, default=context) < context)
-    found = f"{short} takes less than {context:,} tokens" if short else f"{context:,} tokens"
+    found = f"less than {context:,} tokens in {short}" if short else f"{context:,} tokens"
     return judge(where, "context", not short, found, f"Give {' or '.join(_LENGTH)} {context}.")
 
 

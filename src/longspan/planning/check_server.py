@@ -99,5 +99,5 @@ def _get(url: str) -> tuple[int, str]:
         return error.code, ""
     except http.client.HTTPException:
         return 0, "what answers does not speak HTTP"
-    except (OSError, ValueError):
-        return 0, "nothing answers"
+    except (OSError, ValueError) as error:
+        return 0, f"nothing answers: {getattr(error, 'reason', error)}"

@@ -122,5 +122,6 @@ def faults_of(error: ValidationError) -> str:
     for fault in error.errors(include_url=False)[:3]:
         where = ".".join(map(str, fault["loc"]))
         found = "" if fault["type"] in ("missing", "value_error") else f", found {fault['input']!r:.40}"
-        faults.append(f"{where}: {fault['msg']}{found}" if where else fault["msg"])
+        text = fault["msg"].removeprefix("Value error, ") + found
+        faults.append(f"{where}: {text}" if where else text)
     return "; ".join(" ".join(fault.split()) for fault in faults)
