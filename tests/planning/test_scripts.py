@@ -54,7 +54,8 @@ def test_a_script_that_is_told_to_end_takes_its_servers_with_it(
     sent: signal.Signals, count: int, tmp_path: Path
 ) -> None:
     script = servers(tmp_path, *["exec sleep 60"] * count)
-    process = subprocess.Popen(["bash", script])
+    # A shell that was started with a signal ignored, as jobs in the background are, can't trap it.
+    process = subprocess.Popen(["bash", script], preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL))
     pids = started(tmp_path, count)
     process.send_signal(sent)
     assert process.wait(TIMEOUT) in (-sent, 128 + sent)

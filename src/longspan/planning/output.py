@@ -14,7 +14,7 @@ from typing import Any
 
 from longspan.errors import ConfigError
 from longspan.planning.hardware import ENGINES
-from longspan.planning.launched import PLAN_FILE
+from longspan.planning.plan_file import PLAN_FILE
 from longspan.planning.recipe import Recipe
 
 _NAMES = re.compile(r"(server|prefill|decode)-\d+\.sh|router(-smg|-vllm)?\.sh|workers\.json")
