@@ -12,7 +12,7 @@ RANKS = {
     "DCP 2, page by page": {
         "tensor_parallel_size": 2,
         "decode_context_parallel_size": 2,
-        "dcp_kv_cache_interleave_size": 16,
+        "cp_kv_cache_interleave_size": 16,
         "block_size": 16,
     },
 }
