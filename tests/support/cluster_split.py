@@ -89,7 +89,7 @@ class Split:
         return read_answer(self.decode.post("/v1/completions", body))
 
     def transferred(self) -> float:
-        """Requests whose memory came from the prefill server, since decode started."""
+        """Transfers from the prefill server since decode started: one a request and rank."""
         return self.decode.metric("nixl_bytes_transferred_count")
 
     def wait_until_idle(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import BaseModel, ValidationError
 
-from longspan.planning.finding import Finding, judge_faults
+from longspan.planning.finding import WRITE_AGAIN, Finding, judge_faults
 from longspan.planning.launched import ROLES, Launch, Process, Router
 from longspan.planning.plan_file import faults_of, host_and_port, is_loopback
 from longspan.planning.scripts import PLACEHOLDER_NETWORK
@@ -129,9 +129,7 @@ def check_routers(where: str, launch: Launch) -> Finding:
         if port and not any(port in router.flags.get("--prefill", ()) for router in launch.routers):
             faults.append(f"no router knows the bootstrap port {port} of {process.script}")
     fine = ", ".join(router.name for router in launch.routers) or "none needed for one server"
-    return judge_faults(
-        where, "routers", faults, fine, "Write the scripts again with `longspan plan --output`."
-    )
+    return judge_faults(where, "routers", faults, fine, WRITE_AGAIN)
 
 
 def _router(launch: Launch, router: Router) -> Iterator[str]:

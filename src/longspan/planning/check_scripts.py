@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from longspan.errors import LongspanError
 from longspan.planning.engines import load_engine
-from longspan.planning.finding import Finding, by_script, judge, judge_faults
+from longspan.planning.finding import WRITE_AGAIN, Finding, by_script, judge, judge_faults
 from longspan.planning.hardware import ENGINES, bundled
 from longspan.planning.launched import ROLES, Launch, Process, scripts_of, whole_number
 from longspan.planning.plan import LONG_CONTEXT
@@ -16,7 +16,6 @@ _TENSOR = ("--tensor-parallel-size", "--tp-size")
 _DCP = ("--decode-context-parallel-size", "--dcp-size")
 _LENGTH = ("--max-model-len", "--context-length")
 _BLOCK, _INTERLEAVE = "--block-size", "--cp-kv-cache-interleave-size"
-_AGAIN = "Write the scripts again with `longspan plan --output`."
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ _PARTS = ("--gpu-memory-utilization", "--mem-fraction-static")
 
 def check_files(where: str, launch: Launch) -> Finding:
     """Every script of the plan starts something, and there are no others."""
-    remedy = _AGAIN
+    remedy = WRITE_AGAIN
     faults = []
     for name in launch.plan.urls:
         if not (launch.directory / name).is_file():
@@ -117,7 +116,9 @@ def _quantization(engine: str, kind: str, scheme: str) -> str | None:
 def check_values(where: str, launch: Launch) -> Finding:
     """Numbers where numbers are needed, in their range, and caches of a type that the engine has."""
     faults = ((p.script, fault) for p in launch.processes for fault in _wrong_values(launch, p))
-    return judge_faults(where, "values", by_script(faults), "all in range", f"Correct them. Or: {_AGAIN}")
+    return judge_faults(
+        where, "values", by_script(faults), "all in range", f"Correct them. Or: {WRITE_AGAIN}"
+    )
 
 
 def _wrong_values(launch: Launch, process: Process) -> Iterator[str]:
@@ -154,7 +155,7 @@ def check_roles(where: str, launch: Launch) -> Finding:
     """Each script says its role, nodes of a side are alike, and both sides where the connector needs it."""
     faults = [*_own_roles(launch), *_unlike(launch), *_unlike_the_plan(launch)]
     faults += by_script((p.script, fault) for p in launch.processes for fault in _wrong_sizes(launch, p))
-    return judge_faults(where, "roles", faults, launch.plan.topology, _AGAIN)
+    return judge_faults(where, "roles", faults, launch.plan.topology, WRITE_AGAIN)
 
 
 def _own_roles(launch: Launch) -> Iterator[str]:
@@ -211,7 +212,7 @@ def _wrong_sizes(launch: Launch, process: Process) -> Iterator[str]:
 def check_blocks(where: str, launch: Launch) -> Finding:
     """Tokens are dealt over DCP by whole blocks in a split, else by parts of blocks."""
     faults = ((p.script, fault) for p in launch.processes for fault in _wrong_blocks(launch, p))
-    return judge_faults(where, "blocks", by_script(faults), "dealt as the engine can", _AGAIN)
+    return judge_faults(where, "blocks", by_script(faults), "dealt as the engine can", WRITE_AGAIN)
 
 
 def _wrong_blocks(launch: Launch, process: Process) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["pass", "fail", "unknown"]
+WRITE_AGAIN = "Write the scripts again with `longspan plan --output`."
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import ConfigError
-from longspan.planning.plan_file import PLAN_FILE, PlanFile, read_plan, role_of
+from longspan.planning.plan_file import PLAN_FILE, WRITE_IT_AGAIN, PlanFile, read_plan, role_of
 
 ROLES = ("server", "prefill", "decode")
 _SHORT = {
@@ -135,7 +135,7 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8: {error.reason} at byte {error.start}.",
-            remedy="Write it again with `longspan plan --output`.",
+            remedy=WRITE_IT_AGAIN,
         ) from None
 
 

@@ -12,6 +12,7 @@ from longspan.errors import ConfigError
 from longspan.planning.hardware import ENGINES
 
 PLAN_FILE = "plan.json"
+WRITE_IT_AGAIN = "Write it again with `longspan plan --output`."
 
 Count = Annotated[int, Field(ge=1)]
 Role = Literal["server", "prefill", "decode"]
@@ -111,9 +112,7 @@ def read_plan(file: Path) -> PlanFile:
     try:
         return PlanFile.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        raise ConfigError(
-            f"{file} is no plan: {faults_of(error)}.", remedy="Write it again with `longspan plan --output`."
-        ) from None
+        raise ConfigError(f"{file} is no plan: {faults_of(error)}.", remedy=WRITE_IT_AGAIN) from None
 
 
 def faults_of(error: ValidationError) -> str:
